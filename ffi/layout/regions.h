@@ -1,0 +1,87 @@
+// The regions of one window buffer, listed once. Sizes come from region_bytes() and addresses from
+// WindowLayout, which walks the same list: nothing else in the project computes either.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/message.h"
+
+namespace jax_ep {
+
+// What a window must hold. One "slot" is [source rank][source token of this epoch].
+struct WindowShape {
+  int num_ranks;            // R
+  int tokens_per_epoch;     // C: tokens per rank that one epoch carries
+  int num_experts;          // E, a multiple of R
+  int num_experts_per_tok;  // K
+  int64_t row_bytes;        // H * itemsize, a multiple of 16
+  bool staging;             // some peer is reached by RDMA only: send regions are present
+
+  JAX_EP_HD constexpr int experts_per_rank() const { return num_experts / num_ranks; }
+  JAX_EP_HD constexpr int64_t num_slots() const {
+    return static_cast<int64_t>(num_ranks) * tokens_per_epoch;
+  }
+  JAX_EP_HD constexpr MessageFormat message() const { return {row_bytes, num_experts_per_tok}; }
+};
+
+enum Region : int {
+  kDispatchData,    // messages by slot
+  kDispatchCounts,  // per source: E_l words (epoch, rows for that expert)
+  kDispatchTags,    // per source: one word (epoch, tag)
+  kDispatchFlags,   // per slot: arrival flag
+  kDispatchSend,    // staging of outgoing messages
+  kCombineData,     // rows by slot: source here is the rank that owns the experts
+  kCombineScalars,  // per slot: K float32 (gradients of the weights)
+  kCombineFlags,    // per slot: arrival flag
+  kCombineTags,     // per source: one word (epoch, tag)
+  kCombineSend,     // staging of outgoing rows
+  kNotifyCounts,    // per source: all E counts, each a word (epoch, count)
+  kNumRegions,
+};
+
+JAX_EP_HD constexpr int64_t region_bytes(const WindowShape& shape, Region region) {
+  const int64_t messages = shape.num_slots() * shape.message().bytes();
+  const int64_t rows = shape.num_slots() * align_up(shape.row_bytes, 16);
+  switch (region) {
+    case kDispatchData:
+      return messages;
+    case kDispatchCounts:
+      return int64_t{8} * shape.num_ranks * shape.experts_per_rank();
+    case kDispatchTags:
+    case kCombineTags:
+      return int64_t{8} * shape.num_ranks;
+    case kDispatchFlags:
+    case kCombineFlags:
+      return 4 * shape.num_slots();
+    case kDispatchSend:
+      return shape.staging ? messages : 0;
+    case kCombineData:
+      return rows;
+    case kCombineScalars:
+      return 4 * shape.num_slots() * shape.num_experts_per_tok;
+    case kCombineSend:
+      return shape.staging ? rows : 0;
+    case kNotifyCounts:
+      return int64_t{8} * shape.num_ranks * shape.num_experts;
+    case kNumRegions:
+      break;
+  }
+  return 0;
+}
+
+constexpr const char* region_name(Region region) {
+  constexpr const char* kNames[kNumRegions] = {"dispatch_receive_data",
+                                               "dispatch_receive_counts",
+                                               "dispatch_receive_tags",
+                                               "dispatch_arrival_flags",
+                                               "dispatch_send_data",
+                                               "combine_receive_data",
+                                               "combine_receive_scalars",
+                                               "combine_arrival_flags",
+                                               "combine_receive_tags",
+                                               "combine_send_data",
+                                               "notify_counts"};
+  return kNames[region];
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,74 @@
+// Offsets of every region and the address of every slot in a window: two buffers of the same
+// layout, selected by the epoch's parity.
+#pragma once
+
+#include <cstdint>
+
+#include "layout/regions.h"
+
+namespace jax_ep {
+
+constexpr int kNumBuffers = 2;
+constexpr int64_t kBufferAlignment = 4096;
+constexpr int64_t kRegionAlignment = 128;  // a cache line pair: regions never share one
+
+struct WindowLayout {
+  WindowShape shape;
+  int64_t offset[kNumRegions];  // inside one buffer
+  int64_t buffer_bytes;         // one buffer, a multiple of kBufferAlignment
+
+  JAX_EP_HD static constexpr WindowLayout make(const WindowShape& shape) {
+    WindowLayout layout{shape, {}, 0};
+    int64_t end = 0;
+    for (int r = 0; r < kNumRegions; ++r) {
+      layout.offset[r] = align_up(end, kRegionAlignment);
+      end = layout.offset[r] + region_bytes(shape, static_cast<Region>(r));
+    }
+    layout.buffer_bytes = align_up(end, kBufferAlignment);
+    return layout;
+  }
+
+  JAX_EP_HD constexpr int64_t total_bytes() const { return kNumBuffers * buffer_bytes; }
+
+  // Offset in the window of item `index` (of `item_bytes` each) of a region.
+  JAX_EP_HD constexpr int64_t item(Region region, int parity, int64_t index,
+                                   int64_t item_bytes) const {
+    return parity * buffer_bytes + offset[region] + index * item_bytes;
+  }
+  JAX_EP_HD constexpr int64_t slot(int source, int token) const {
+    return static_cast<int64_t>(source) * shape.tokens_per_epoch + token;
+  }
+
+  JAX_EP_HD constexpr int64_t dispatch_message(int parity, int source, int token) const {
+    return item(kDispatchData, parity, slot(source, token), shape.message().bytes());
+  }
+  JAX_EP_HD constexpr int64_t dispatch_count(int parity, int source, int local_expert) const {
+    const int64_t index = static_cast<int64_t>(source) * shape.experts_per_rank() + local_expert;
+    return item(kDispatchCounts, parity, index, 8);
+  }
+  JAX_EP_HD constexpr int64_t dispatch_tag(int parity, int source) const {
+    return item(kDispatchTags, parity, source, 8);
+  }
+  JAX_EP_HD constexpr int64_t dispatch_flag(int parity, int source, int token) const {
+    return item(kDispatchFlags, parity, slot(source, token), 4);
+  }
+  JAX_EP_HD constexpr int64_t combine_row(int parity, int source, int token) const {
+    return item(kCombineData, parity, slot(source, token), align_up(shape.row_bytes, 16));
+  }
+  JAX_EP_HD constexpr int64_t combine_scalars(int parity, int source, int token) const {
+    return item(kCombineScalars, parity, slot(source, token),
+                int64_t{4} * shape.num_experts_per_tok);
+  }
+  JAX_EP_HD constexpr int64_t combine_flag(int parity, int source, int token) const {
+    return item(kCombineFlags, parity, slot(source, token), 4);
+  }
+  JAX_EP_HD constexpr int64_t combine_tag(int parity, int source) const {
+    return item(kCombineTags, parity, source, 8);
+  }
+  JAX_EP_HD constexpr int64_t notify_count(int parity, int source, int expert) const {
+    const int64_t index = static_cast<int64_t>(source) * shape.num_experts + expert;
+    return item(kNotifyCounts, parity, index, 8);
+  }
+};
+
+}  // namespace jax_ep
