@@ -1,0 +1,51 @@
+#include "protocol/error_text.h"
+
+#include <sstream>
+
+namespace jax_ep {
+
+namespace {
+
+constexpr const char* kReset =
+    " All ranks must run the same operations in the same order. buffer.check() raises this error "
+    "in "
+    "Python; buffer.reset() makes the buffer usable again.";
+
+void describe_place(std::ostream& text, const ErrorRecord& record) {
+  text << op_name(record.op) << ", epoch " << record.epoch << ": rank " << record.rank;
+}
+
+}  // namespace
+
+std::string describe(const ErrorRecord& record, double timeout_s) {
+  std::ostringstream text;
+  if (record.kind == ErrorKind::kMismatch) {
+    text << "EpMismatchError: ";
+    describe_place(text, record);
+    text << " runs another operation (or other shapes) than rank " << record.peer << std::hex
+         << " (tag 0x" << record.expected << " here, 0x" << record.seen << " there)." << kReset;
+    return text.str();
+  }
+  text << "EpTimeoutError: ";
+  describe_place(text, record);
+  text << " waited " << timeout_s << " s for rank " << record.peer << " (" << wait_name(record.wait)
+       << "; expected " << record.expected << ", seen " << record.seen << ").";
+  if (record.wait == WaitFor::kStart) {
+    text << " Either that rank is late or runs another program, or more than 32 executions are "
+            "queued, which XLA:CPU cannot carry: call block_until_ready at least every 32 steps.";
+  }
+  text << kReset;
+  return text.str();
+}
+
+std::string describe_follower(const ErrorRecord& record, const ErrorRecord& first,
+                              double timeout_s) {
+  std::ostringstream text;
+  text << (first.kind == ErrorKind::kMismatch ? "EpMismatchError: " : "EpTimeoutError: ");
+  describe_place(text, record);
+  text << " stopped waiting for rank " << record.peer << " (" << wait_name(record.wait)
+       << "), since rank " << first.rank << " had given up: " << describe(first, timeout_s);
+  return text.str();
+}
+
+}  // namespace jax_ep
