@@ -1,0 +1,293 @@
+#include "cpu/dispatch.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/session.h"
+#include "protocol/epochs.h"
+
+namespace jax_ep {
+
+namespace {
+
+constexpr int kTokensPerRing = 64;  // a wake-up costs as much as copying some tens of rows
+
+class Dispatch {
+ public:
+  Dispatch(RankContext& context, const DispatchArgs& args, const OpTag& tag)
+      : context_(context),
+        args_(args),
+        session_(context, kDispatchChannel, tag),
+        layout_(context.window.layout),
+        shape_(layout_.shape),
+        message_(shape_.message()),
+        experts_per_rank_(shape_.experts_per_rank()) {}
+
+  bool run(uint64_t first_epoch);
+
+ private:
+  void route();
+  int rank_of(int32_t expert) const { return expert / experts_per_rank_; }
+  void send_counts(uint64_t epoch);
+  void send_chunk(uint64_t epoch, TokenRange tokens);
+  void send_token(uint64_t epoch, int token, int slot);
+  void write_message(char* to, int peer, int token);
+  bool receive_counts(uint64_t epoch);
+  void place_rows();
+  void expand_own();
+  bool receive_chunk(uint64_t epoch, TokenRange tokens);
+  void expand_message(const char* from, int source, int token);
+  void expand(const char* row, int source, int token, int k, uint32_t route, float weight);
+  void zero_rows(int64_t begin, int64_t end);
+
+  RankContext& context_;
+  const DispatchArgs& args_;
+  Session session_;
+  const WindowLayout& layout_;
+  const WindowShape& shape_;
+  MessageFormat message_;
+  int experts_per_rank_;
+};
+
+bool Dispatch::run(uint64_t first_epoch) {
+  const int num_chunks = num_epochs(args_.num_tokens, shape_.tokens_per_epoch);
+  auto tokens_of = [&](int chunk) {
+    return chunk_tokens(args_.num_tokens, shape_.tokens_per_epoch, chunk);
+  };
+  route();
+  // The two buffers are a pipeline: peers fill one while we expand the other.
+  for (int chunk = 0; chunk <= num_chunks; ++chunk) {
+    const uint64_t epoch = first_epoch + chunk;
+    if (chunk < num_chunks) {
+      if (!session_.wait_credits(epoch)) return false;
+      session_.send_tags(epoch);
+      // Ahead of any payload: behind it they would queue.
+      if (chunk == 0) send_counts(epoch);
+      session_.ring_all();
+      send_chunk(epoch, tokens_of(chunk));
+    }
+    if (chunk == 0) {
+      if (!session_.check_tags(epoch) || !receive_counts(epoch)) return false;
+      place_rows();
+      expand_own();
+    } else {
+      if (chunk > 1 && !session_.check_tags(epoch - 1)) return false;
+      if (!receive_chunk(epoch - 1, tokens_of(chunk - 1))) return false;
+      session_.send_credits(epoch - 1);
+    }
+  }
+  return true;
+}
+
+void Dispatch::route() {
+  const int num_tokens = args_.num_tokens;
+  const int topk = shape_.num_experts_per_tok;
+  DataFault faults;
+  context_.counts.assign(shape_.num_experts, 0);
+  context_.routes.assign(static_cast<size_t>(num_tokens) * topk, kNoRoute);
+  for (int token = 0; token < num_tokens; ++token) {
+    const int32_t* experts = args_.topk_idx + static_cast<int64_t>(token) * topk;
+    for (int k = 0; k < topk; ++k) {
+      const int64_t entry = static_cast<int64_t>(token) * topk + k;
+      RouteFault fault;
+      const int expert = sanitised_expert(experts, k, shape_.num_experts, &fault);
+      args_.clean_topk_idx[entry] = expert;
+      if (fault != RouteFault::kNone && faults.count++ == 0) {
+        faults = {1, fault, token, k, experts[k]};
+      }
+      if (expert < 0) continue;
+      context_.routes[entry] = pack_route(expert % experts_per_rank_, context_.counts[expert]++);
+    }
+  }
+  if (faults.count > 0) context_.report_data_fault(faults);
+}
+
+void Dispatch::send_counts(uint64_t epoch) {
+  for (int step = 0; step < session_.num_peers(); ++step) {
+    const int peer = session_.peer(step);
+    for (int expert = 0; expert < experts_per_rank_; ++expert) {
+      const int32_t count = context_.counts[peer * experts_per_rank_ + expert];
+      session_.send_word(peer, layout_.dispatch_count(parity_of(epoch), session_.rank(), expert),
+                         epoch_word(epoch, static_cast<uint32_t>(count)));
+    }
+  }
+}
+
+void Dispatch::send_chunk(uint64_t epoch, TokenRange tokens) {
+  for (int token = tokens.begin; token < tokens.end; ++token) {
+    const int slot = token - tokens.begin;
+    session_.jitter();
+    send_token(epoch, token, slot);
+    if (slot % kTokensPerRing == kTokensPerRing - 1) session_.ring_all();
+  }
+  session_.ring_all();
+}
+
+void Dispatch::send_token(uint64_t epoch, int token, int slot) {
+  const int topk = shape_.num_experts_per_tok;
+  const int32_t* experts = args_.clean_topk_idx + static_cast<int64_t>(token) * topk;
+  const int parity = parity_of(epoch);
+  const int rank = session_.rank();
+  for (int step = 0; step < session_.num_peers(); ++step) {
+    const int peer = session_.peer(step);
+    const bool needed = std::any_of(experts, experts + topk, [&](int32_t expert) {
+      return expert >= 0 && rank_of(expert) == peer;
+    });
+    if (needed) {
+      char* to = session_.window().data(peer, layout_.dispatch_message(parity, rank, slot));
+      write_message(to, peer, token);
+    }
+    session_.send_flag(peer, layout_.dispatch_flag(parity, rank, slot), epoch, needed);
+  }
+}
+
+void Dispatch::write_message(char* to, int peer, int token) {
+  const int topk = shape_.num_experts_per_tok;
+  const int64_t first = static_cast<int64_t>(token) * topk;
+  std::memcpy(to, args_.x + token * shape_.row_bytes, shape_.row_bytes);
+  const int32_t source_token = token;
+  std::memcpy(to + message_.source_offset(), &source_token, sizeof(source_token));
+  for (int k = 0; k < topk; ++k) {
+    const int32_t expert = args_.clean_topk_idx[first + k];
+    const bool theirs = expert >= 0 && rank_of(expert) == peer;
+    const RouteEntry entry{theirs ? context_.routes[first + k] : kNoRoute,
+                           args_.topk_weights[first + k]};
+    std::memcpy(to + message_.entry_offset(k), &entry, sizeof(entry));
+  }
+}
+
+bool Dispatch::receive_counts(uint64_t epoch) {
+  const int num_ranks = session_.num_ranks();
+  const int rank = session_.rank();
+  context_.received.resize(static_cast<size_t>(experts_per_rank_) * num_ranks);
+  for (int expert = 0; expert < experts_per_rank_; ++expert) {
+    context_.received[expert * num_ranks + rank] =
+        context_.counts[rank * experts_per_rank_ + expert];
+  }
+  for (int step = 0; step < session_.num_peers(); ++step) {
+    const int source = session_.peer(step);
+    for (int expert = 0; expert < experts_per_rank_; ++expert) {
+      uint64_t word = 0;
+      const int64_t offset = layout_.dispatch_count(parity_of(epoch), source, expert);
+      if (!session_.wait_word(source, offset, epoch, WaitFor::kCount, &word)) return false;
+      // A count that no rank can have sent is taken for none: it must not move other rows.
+      const uint32_t count = word_value(word);
+      const bool possible = count <= static_cast<uint32_t>(args_.num_tokens);
+      context_.received[expert * num_ranks + source] = possible ? static_cast<int32_t>(count) : 0;
+    }
+  }
+  return true;
+}
+
+void Dispatch::place_rows() {
+  const int num_ranks = session_.num_ranks();
+  const int64_t num_handle_rows = static_cast<int64_t>(num_ranks) * args_.num_tokens;
+  context_.bases = context_.received;
+  std::fill_n(args_.recv_rows, num_handle_rows * shape_.num_experts_per_tok, -1);
+  std::fill_n(args_.weights, args_.capacity, 0.0f);
+  int64_t begin = 0;
+  int64_t dropped = 0;
+  for (int expert = 0; expert < experts_per_rank_; ++expert) {
+    const ExpertSegment segment = place_expert(&context_.bases[expert * num_ranks], num_ranks,
+                                               args_.num_tokens, begin, args_.expert_alignment);
+    const int group = segment.group_size(args_.capacity);
+    const int valid = segment.valid_size(args_.capacity);
+    args_.group_sizes[expert] = group;
+    args_.valid_sizes[expert] = valid;
+    dropped += segment.true_rows - valid;
+    zero_rows(begin + valid, begin + group);
+    begin += segment.padded_rows;
+  }
+  *args_.num_dropped = static_cast<int32_t>(dropped);
+  if (args_.zero_tail) zero_rows(begin, args_.capacity);
+}
+
+void Dispatch::zero_rows(int64_t begin, int64_t end) {
+  end = std::min(end, args_.capacity);
+  if (begin >= end) return;
+  std::memset(args_.tokens + begin * shape_.row_bytes, 0, (end - begin) * shape_.row_bytes);
+}
+
+void Dispatch::expand_own() {
+  const int topk = shape_.num_experts_per_tok;
+  const int rank = session_.rank();
+  for (int token = 0; token < args_.num_tokens; ++token) {
+    const int64_t first = static_cast<int64_t>(token) * topk;
+    for (int k = 0; k < topk; ++k) {
+      const int32_t expert = args_.clean_topk_idx[first + k];
+      if (expert < 0 || rank_of(expert) != rank) continue;
+      expand(args_.x + token * shape_.row_bytes, rank, token, k, context_.routes[first + k],
+             args_.topk_weights[first + k]);
+    }
+  }
+}
+
+bool Dispatch::receive_chunk(uint64_t epoch, TokenRange tokens) {
+  const int parity = parity_of(epoch);
+  const int num_peers = session_.num_peers();
+  std::vector<int> next(num_peers, 0);  // slots of each peer that are done
+  auto flag_of = [&](int step) {
+    return layout_.dispatch_flag(parity, session_.peer(step), next[step]);
+  };
+  for (int open = tokens.size() > 0 ? num_peers : 0; open > 0;) {
+    bool progress = false;
+    int waiting = -1;
+    open = 0;
+    for (int step = 0; step < num_peers; ++step) {
+      const int source = session_.peer(step);
+      Arrival arrival = Arrival::kAbsent;
+      while (next[step] < tokens.size()) {
+        arrival = session_.poll_flag(flag_of(step), epoch);
+        if (arrival == Arrival::kPending) break;
+        if (arrival == Arrival::kArrived) {
+          const int64_t message = layout_.dispatch_message(parity, source, next[step]);
+          expand_message(session_.window().data(session_.rank(), message), source,
+                         tokens.begin + next[step]);
+        }
+        ++next[step];
+        progress = true;
+      }
+      if (next[step] == tokens.size()) continue;
+      ++open;
+      if (waiting < 0) waiting = step;
+    }
+    if (open == 0 || progress) continue;
+    Arrival arrival;
+    if (!session_.wait_flag(session_.peer(waiting), flag_of(waiting), epoch, &arrival)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Dispatch::expand_message(const char* from, int source, int token) {
+  for (int k = 0; k < shape_.num_experts_per_tok; ++k) {
+    RouteEntry entry;
+    std::memcpy(&entry, from + message_.entry_offset(k), sizeof(entry));
+    if (entry.route != kNoRoute) expand(from, source, token, k, entry.route, entry.weight);
+  }
+}
+
+void Dispatch::expand(const char* row, int source, int token, int k, uint32_t route, float weight) {
+  // Routes come from a peer's memory: whatever they hold, they must not address past our arrays.
+  const int expert = route_expert(route);
+  const int index = route_index(route);
+  if (expert >= experts_per_rank_) return;
+  const int64_t pair = static_cast<int64_t>(expert) * session_.num_ranks() + source;
+  if (index >= context_.received[pair]) return;
+  const int64_t to = int64_t{context_.bases[pair]} + index;
+  if (to < 0 || to >= args_.capacity) return;  // dropped: counted in place_rows
+  std::memcpy(args_.tokens + to * shape_.row_bytes, row, shape_.row_bytes);
+  args_.weights[to] = weight;
+  const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
+  args_.recv_rows[slot * shape_.num_experts_per_tok + k] = static_cast<int32_t>(to);
+}
+
+}  // namespace
+
+bool run_dispatch(RankContext& context, const DispatchArgs& args, const OpTag& tag,
+                  uint64_t first_epoch) {
+  return Dispatch(context, args, tag).run(first_epoch);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,34 @@
+// Dispatch on CPU: every token's row to the ranks that hold its experts, laid out expert-major
+// there.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/rank_context.h"
+#include "protocol/numeric.h"
+#include "protocol/signals.h"
+
+namespace jax_ep {
+
+struct DispatchArgs {
+  const char* x;              // [T, H]
+  const int32_t* topk_idx;    // [T, K]
+  const float* topk_weights;  // [T, K]
+  char* tokens;               // [capacity, H]
+  float* weights;             // [capacity]
+  int32_t* group_sizes;       // [E_l], aligned
+  int32_t* valid_sizes;       // [E_l]
+  int32_t* num_dropped;       // []
+  int32_t* clean_topk_idx;    // [T, K], faults replaced by -1
+  int32_t* recv_rows;         // [R * T, K]
+  int num_tokens;             // T
+  int64_t capacity;
+  int64_t expert_alignment;
+  bool zero_tail;
+};
+
+// Carries out the epochs from `first_epoch` on. False when a wait was given up; a record is filed.
+bool run_dispatch(RankContext& context, const DispatchArgs& args, const OpTag& tag,
+                  uint64_t first_epoch);
+
+}  // namespace jax_ep

@@ -1,0 +1,289 @@
+#include "cpu/group.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "protocol/epochs.h"
+#include "protocol/error_text.h"
+#include "transport/host_signals.h"
+
+namespace jax_ep {
+
+namespace {
+
+constexpr size_t kFailedRunsKept = 4096;  // more than can be queued when a run fails
+
+double seconds(std::chrono::nanoseconds time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+}  // namespace
+
+Group::Group(const WindowLayout& layout, std::chrono::nanoseconds timeout)
+    : timeout_(timeout), windows_(layout), data_faults_(layout.shape.num_ranks) {
+  std::fill_n(next_epoch_, kNumChannels, kFirstEpoch);
+  for (int rank = 0; rank < layout.shape.num_ranks; ++rank) {
+    faults_.push_back(std::make_unique<FaultPlan>());
+    for (int channel = 0; channel < kNumChannels; ++channel) {
+      contexts_.push_back(make_context(rank));
+      strands_.emplace_back();
+    }
+  }
+}
+
+RankContext Group::make_context(int rank) {
+  RankContext context{};
+  context.window = windows_.view(rank);
+  context.timeout = timeout_;
+  context.faults = faults_[rank].get();
+  context.report = [this](const ErrorRecord& record) { report(record); };
+  context.report_data_fault = [this, rank](const DataFault& fault) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    DataFault& kept = data_faults_[rank];
+    const int64_t count = kept.count + fault.count;
+    if (kept.count == 0) kept = fault;
+    kept.count = count;
+  };
+  return context;
+}
+
+void Group::present(int rank, const CallSite& where, Operation operation) {
+  std::optional<std::string> refused;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    refused = refusal(where.run_id);
+    if (!refused) {
+      std::deque<Meeting>& meetings = pending_[where];
+      auto meeting = std::find_if(meetings.begin(), meetings.end(),
+                                  [&](const Meeting& m) { return !m.parts[rank].has_value(); });
+      if (meeting == meetings.end()) {
+        Meeting opened{};
+        opened.parts.resize(num_ranks());
+        opened.deadline = Clock::now() + timeout_;
+        meeting = meetings.insert(meetings.end(), std::move(opened));
+      }
+      meeting->parts[rank] = std::move(operation);
+      if (++meeting->num_present < num_ranks()) return;
+      // Each rank fills its meetings in order, so the first to be complete is the front one.
+      Meeting complete = std::move(meetings.front());
+      meetings.pop_front();
+      if (meetings.empty()) pending_.erase(where);
+      start(std::move(complete));
+      return;
+    }
+  }
+  operation.done(&*refused);
+}
+
+std::optional<std::string> Group::refusal(int64_t run_id) const {
+  if (closed_) return closed_;
+  if (!records_.empty()) return records_.front().second;
+  if (failed_runs_.count(run_id) > 0) {
+    return "EpUsageError: this execution had already failed on another rank.";
+  }
+  return std::nullopt;
+}
+
+// Epochs are given and tasks queued under one lock: every rank's worker sees the same order.
+void Group::start(Meeting meeting) {
+  const Channel channel = meeting.parts[0]->channel;
+  const uint64_t first_epoch = next_epoch_[channel];
+  next_epoch_[channel] += meeting.parts[0]->num_epochs;
+  num_running_ += num_ranks();
+  for (int rank = 0; rank < num_ranks(); ++rank) {
+    auto part = std::make_shared<Operation>(std::move(*meeting.parts[rank]));
+    strand(rank, channel).submit([this, rank, part, first_epoch] {
+      return carry_out(rank, *part, first_epoch);
+    });
+  }
+}
+
+Completion Group::carry_out(int rank, Operation& operation, uint64_t first_epoch) {
+  RankContext& context = contexts_[rank * kNumChannels + operation.channel];
+  OpTag tag = operation.tag;
+  bool sends = true;
+#if defined(JAX_EP_TEST_HOOKS)
+  FaultPlan& plan = fault_plan(rank);
+  const FaultKind fault = plan.kind.load();
+  if (fault == FaultKind::kLate) {
+    std::this_thread::sleep_for(std::chrono::microseconds(plan.microseconds.load()));
+  }
+  if (fault == FaultKind::kWrongTag) tag.variant ^= 0x80000000u;
+  sends = fault != FaultKind::kSkipSend;
+  if (fault != FaultKind::kNone && fault != FaultKind::kJitter) plan.kind = FaultKind::kNone;
+#endif
+  const bool poisoned =
+      atomic32(context.window.control(rank, context.window.control_layout.poison())).load() != 0;
+  const bool ok = !poisoned && (!sends || operation.run(context, tag, first_epoch));
+  if (ok) {
+    atomic64(context.window.control(rank, context.window.control_layout.epoch(operation.channel)))
+        .store(first_epoch + operation.num_epochs - 1, std::memory_order_release);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    --num_running_;
+  }
+  if (ok) return [done = std::move(operation.done)] { done(nullptr); };
+  return [done = std::move(operation.done), error = rank_error(rank)] { done(&error); };
+}
+
+std::string Group::rank_error(int rank) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [record, text] : records_) {
+    if (record.rank == rank) return text;
+  }
+  return records_.empty() ? "EpUsageError: the buffer was reset while operations were running."
+                          : records_.front().second;
+}
+
+void Group::report(const ErrorRecord& record) {
+  Failed failed;
+  std::string first;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const double timeout_s = seconds(timeout_);
+    records_.emplace_back(
+        record, records_.empty() ? describe(record, timeout_s)
+                                 : describe_follower(record, records_.front().first, timeout_s));
+    first = records_.front().second;
+    failed = take_pending([](const CallSite&) { return true; });
+  }
+  const Window window = windows_.view(record.rank);
+  for (int rank = 0; rank < num_ranks(); ++rank) {
+    atomic32(window.control(rank, window.control_layout.poison()))
+        .store(1 + static_cast<uint32_t>(record.rank), std::memory_order_release);
+    for (Channel channel : {kDispatchChannel, kCombineChannel}) {
+      Doorbell(window.control(rank, window.control_layout.doorbell(channel))).ring();
+    }
+  }
+  fail(std::move(failed), first);
+}
+
+void Group::reject(int64_t run_id, const std::string& error) {
+  Failed failed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    remember_failed(run_id);
+    failed = take_pending([&](const CallSite& where) { return where.run_id == run_id; });
+  }
+  fail(std::move(failed), error);
+}
+
+void Group::expire(Clock::time_point now) {
+  std::vector<ErrorRecord> late;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [where, meetings] : pending_) {
+      for (const Meeting& meeting : meetings) {
+        if (meeting.deadline > now || !late.empty()) continue;
+        const auto& parts = meeting.parts;
+        const auto absent = std::find_if(parts.begin(), parts.end(),
+                                         [](const auto& part) { return !part.has_value(); });
+        const auto peer = static_cast<int32_t>(absent - parts.begin());
+        for (int32_t rank = 0; rank < num_ranks(); ++rank) {
+          if (!parts[rank].has_value()) continue;
+          const Operation& part = *parts[rank];
+          late.push_back({ErrorKind::kTimeout, part.tag.op, WaitFor::kStart, rank, peer,
+                          next_epoch_[part.channel], 1, 0});
+        }
+      }
+    }
+  }
+  for (const ErrorRecord& record : late) report(record);
+}
+
+template <typename Chosen>
+Group::Failed Group::take_pending(Chosen chosen) {
+  Failed failed;
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    if (!chosen(it->first)) {
+      ++it;
+      continue;
+    }
+    remember_failed(it->first.run_id);
+    for (Meeting& meeting : it->second) {
+      for (int rank = 0; rank < num_ranks(); ++rank) {
+        if (meeting.parts[rank]) failed.emplace_back(rank, std::move(*meeting.parts[rank]));
+      }
+    }
+    it = pending_.erase(it);
+  }
+  return failed;
+}
+
+void Group::remember_failed(int64_t run_id) {
+  if (!failed_runs_.insert(run_id).second) return;
+  failed_order_.push_back(run_id);
+  if (failed_order_.size() <= kFailedRunsKept) return;
+  failed_runs_.erase(failed_order_.front());
+  failed_order_.pop_front();
+}
+
+void Group::fail(Failed failed, const std::string& error) {
+  for (auto& [rank, operation] : failed) {
+    auto part = std::make_shared<Operation>(std::move(operation));
+    strand(rank, part->channel).submit([part, error] {
+      return [part, error] { part->done(&error); };
+    });
+  }
+}
+
+void Group::close(const std::string& error) {
+  Failed failed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = error;
+    failed = take_pending([](const CallSite&) { return true; });
+  }
+  fail(std::move(failed), error);
+}
+
+bool Group::drain(std::chrono::nanoseconds limit) {
+  const auto end = Clock::now() + limit;
+  for (;;) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const bool busy = num_running_ > 0 || !pending_.empty();
+      if (!busy && std::all_of(strands_.begin(), strands_.end(),
+                               [](Strand& strand) { return strand.idle(); })) {
+        return true;
+      }
+    }
+    if (Clock::now() >= end) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void Group::reset() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  windows_.clear_signals();
+  std::fill_n(next_epoch_, kNumChannels, kFirstEpoch);
+  records_.clear();
+  for (auto& plan : faults_) plan->kind = FaultKind::kNone;
+}
+
+std::vector<std::pair<ErrorRecord, std::string>> Group::error_records() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return records_;
+}
+
+std::optional<std::pair<int, DataFault>> Group::take_data_faults() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::optional<std::pair<int, DataFault>> first;
+  int64_t count = 0;
+  for (int rank = 0; rank < num_ranks(); ++rank) {
+    DataFault& fault = data_faults_[rank];
+    if (fault.count > 0 && !first) first = {rank, fault};
+    count += fault.count;
+    fault = {};
+  }
+  if (first) first->second.count = count;
+  return first;
+}
+
+uint64_t Group::epochs(Channel channel) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return next_epoch_[channel] - kFirstEpoch;
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,109 @@
+// One group of ranks in this process: matches the ranks' presentations of an operation, gives it
+// its epochs once all have come, and has each rank's worker carry it out.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "cpu/faults.h"
+#include "cpu/rank_context.h"
+#include "cpu/strand.h"
+#include "transport/host_window.h"
+
+namespace jax_ep {
+
+// Identifies an operation of a program: which execution, and which instruction of it. Presentations
+// of one rank under one site are told apart by their order.
+struct CallSite {
+  int64_t run_id;
+  uint64_t site;
+  bool operator<(const CallSite& other) const {
+    return std::pair(run_id, site) < std::pair(other.run_id, other.site);
+  }
+};
+
+// One rank's part of an operation.
+struct Operation {
+  OpTag tag;
+  Channel channel;
+  int num_epochs;
+  std::function<bool(RankContext&, const OpTag&, uint64_t first_epoch)> run;
+  std::function<void(const std::string* error)> done;  // null: success. Called exactly once.
+};
+
+class Group {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Group(const WindowLayout& layout, std::chrono::nanoseconds timeout);
+
+  int num_ranks() const { return static_cast<int>(faults_.size()); }
+  FaultPlan& fault_plan(int rank) { return *faults_[rank]; }
+
+  // The rank is ready for the operation. Does not block; operation.done follows.
+  void present(int rank, const CallSite& where, Operation operation);
+  // A rank cannot take part in this run: nobody else of the run waits for it.
+  void reject(int64_t run_id, const std::string& error);
+  // Gives up on operations that some rank did not start in time.
+  void expire(Clock::time_point now);
+
+  // Waits until nothing is pending or running; false after `limit`.
+  bool drain(std::chrono::nanoseconds limit);
+  // Refuses everything from here on, with this error; what is pending fails.
+  void close(const std::string& error);
+  // After drain(): healthy again, epochs from the start.
+  void reset();
+
+  std::vector<std::pair<ErrorRecord, std::string>> error_records() const;
+  // Sum of the faults since the last call, with the first fault of the lowest rank.
+  std::optional<std::pair<int, DataFault>> take_data_faults();
+  uint64_t epochs(Channel channel) const;
+
+ private:
+  struct Meeting {                                // of the ranks for one operation
+    std::vector<std::optional<Operation>> parts;  // by rank
+    int num_present = 0;
+    Clock::time_point deadline;
+  };
+  using Failed = std::vector<std::pair<int, Operation>>;
+
+  Strand& strand(int rank, Channel channel) { return strands_[rank * kNumChannels + channel]; }
+  RankContext make_context(int rank);
+  std::optional<std::string> refusal(int64_t run_id) const;  // mutex held
+  void start(Meeting meeting);                               // mutex held
+  Completion carry_out(int rank, Operation& operation, uint64_t first_epoch);
+  void report(const ErrorRecord& record);
+  std::string rank_error(int rank) const;
+  void remember_failed(int64_t run_id);  // mutex held
+  template <typename Chosen>
+  Failed take_pending(Chosen chosen);  // mutex held
+  void fail(Failed failed, const std::string& error);
+
+  const std::chrono::nanoseconds timeout_;
+  HostWindows windows_;
+  std::vector<std::unique_ptr<FaultPlan>> faults_;  // by rank
+  std::vector<RankContext> contexts_;               // by rank and channel, as strands_
+  std::deque<Strand> strands_;
+
+  mutable std::mutex mutex_;
+  std::map<CallSite, std::deque<Meeting>> pending_;
+  uint64_t next_epoch_[kNumChannels];
+  std::vector<std::pair<ErrorRecord, std::string>> records_;
+  std::vector<DataFault> data_faults_;  // by rank
+  std::unordered_set<int64_t> failed_runs_;
+  std::deque<int64_t> failed_order_;
+  std::optional<std::string> closed_;
+  int num_running_ = 0;
+};
+
+}  // namespace jax_ep

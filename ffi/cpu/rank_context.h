@@ -1,0 +1,40 @@
+// What one rank's worker on one channel needs to carry out operations, and the waits it may do.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "cpu/faults.h"
+#include "protocol/error_record.h"
+#include "protocol/routing.h"
+#include "transport/window.h"
+
+namespace jax_ep {
+
+struct DataFault {
+  int64_t count = 0;  // faults in all; the rest describes the first
+  RouteFault kind = RouteFault::kNone;
+  int token = 0;
+  int k = 0;
+  int32_t value = 0;
+};
+
+struct RankContext {
+  Window window;
+  std::chrono::nanoseconds timeout;
+  FaultPlan* faults;
+  // Files a record and poisons the group.
+  std::function<void(const ErrorRecord&)> report;
+  std::function<void(const DataFault&)> report_data_fault;
+
+  // Scratch of this worker, kept between operations.
+  std::vector<uint32_t> routes;   // [T * K]
+  std::vector<int32_t> counts;    // [E], rows of this rank per expert
+  std::vector<int32_t> received;  // [E_l * R], rows per (local expert, source)
+  std::vector<int32_t> bases;     // [E_l * R], first row of (local expert, source)
+  std::vector<char> covered;      // [capacity], rows that some (token, k) names
+};
+
+}  // namespace jax_ep

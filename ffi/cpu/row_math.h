@@ -1,0 +1,27 @@
+// Arithmetic on rows. Compiled once per instruction set; row_math() picks what this CPU runs.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol/numeric.h"
+
+namespace jax_ep {
+
+struct RowTerm {
+  const char* row;
+  float weight;
+};
+
+struct RowMath {
+  // out = round(fma(w_n, row_n, ... fma(w_1, row_1, 0))), in the order of `terms`; zero without
+  // terms.
+  void (*sum)(const RowTerm* terms, int num_terms, char* out, int64_t hidden, RowType type);
+  // out = round(weight * row)
+  void (*scale)(const char* row, float weight, char* out, int64_t hidden, RowType type);
+  // <a, b> in float32, in the order that numeric.h gives.
+  float (*dot)(const char* a, const char* b, int64_t hidden, RowType type);
+};
+
+const RowMath& row_math();
+
+}  // namespace jax_ep

@@ -1,0 +1,142 @@
+// Body of row_math for one instruction set. Included by row_math_*.cc, each compiled with its own
+// flags inside its own namespace; plain loops that the compiler vectorises.
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/row_math.h"
+
+namespace jax_ep {
+namespace JAX_EP_ROW_MATH_NAMESPACE {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float load(float value) { return value; }
+inline void store(float value, float* out) { *out = value; }
+
+inline float load(BFloat16 value) { return float_of(uint32_t{value.bits} << 16); }
+inline void store(float value, BFloat16* out) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);  // to nearest, ties to even
+  const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  out->bits = static_cast<uint16_t>((nan ? (bits | 0x400000u) : rounded) >> 16);
+}
+
+// Exact: the exponent is moved by a multiplication, which also normalises subnormals.
+inline float load(Float16 value) {
+  const uint32_t sign = (uint32_t{value.bits} & 0x8000u) << 16;
+  const uint32_t magnitude = uint32_t{value.bits} & 0x7FFFu;
+  const float scaled = float_of(magnitude << 13) * 0x1p112f;
+  const bool special = magnitude >= 0x7C00u;  // infinity or NaN: exponent bits all ones
+  const uint32_t bits = special ? ((magnitude << 13) | 0x7F800000u) : bits_of(scaled);
+  return float_of(sign | bits);
+}
+inline void store(float value, Float16* out) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  // Below 2^-14 the result is subnormal: adding 0.5 leaves round(value * 2^24) in the low bits.
+  const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
+  const uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude >= 0x477FF000u ? 0x7C00u : half;  // rounds to 65536 or above: infinity
+  half = magnitude > 0x7F800000u ? 0x7E00u : half;
+  out->bits = static_cast<uint16_t>(sign | half);
+}
+
+constexpr int64_t kTile = 256;  // partial sums that stay in the first-level cache
+
+template <typename T>
+void sum_rows(const RowTerm* terms, int num_terms, char* out, int64_t hidden) {
+  alignas(64) float sum[kTile];
+  for (int64_t begin = 0; begin < hidden; begin += kTile) {
+    const int64_t size = std::min(kTile, hidden - begin);
+    std::fill_n(sum, size, 0.0f);
+    for (int i = 0; i < num_terms; ++i) {
+      const T* row = reinterpret_cast<const T*>(terms[i].row) + begin;
+      const float weight = terms[i].weight;
+      for (int64_t j = 0; j < size; ++j) sum[j] = fused_multiply_add(weight, load(row[j]), sum[j]);
+    }
+    T* to = reinterpret_cast<T*>(out) + begin;
+    for (int64_t j = 0; j < size; ++j) store(sum[j], &to[j]);
+  }
+}
+
+template <typename T>
+void scale_row(const char* row, float weight, char* out, int64_t hidden) {
+  const T* from = reinterpret_cast<const T*>(row);
+  T* to = reinterpret_cast<T*>(out);
+  for (int64_t j = 0; j < hidden; ++j) store(weight * load(from[j]), &to[j]);
+}
+
+template <typename T>
+float dot_rows(const char* a, const char* b, int64_t hidden) {
+  const T* left = reinterpret_cast<const T*>(a);
+  const T* right = reinterpret_cast<const T*>(b);
+  alignas(64) float lanes[kDotLanes] = {};
+  for (int64_t begin = 0; begin < hidden; begin += kDotLanes) {
+    const int64_t size = std::min<int64_t>(kDotLanes, hidden - begin);
+    for (int64_t j = 0; j < size; ++j) {
+      lanes[j] = fused_multiply_add(load(left[begin + j]), load(right[begin + j]), lanes[j]);
+    }
+  }
+  for (int width = kDotLanes / 2; width > 0; width /= 2) {
+    for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  }
+  return lanes[0];
+}
+
+void sum(const RowTerm* terms, int num_terms, char* out, int64_t hidden, RowType type) {
+  switch (type) {
+    case RowType::kFloat32:
+      return sum_rows<float>(terms, num_terms, out, hidden);
+    case RowType::kBFloat16:
+      return sum_rows<BFloat16>(terms, num_terms, out, hidden);
+    case RowType::kFloat16:
+      return sum_rows<Float16>(terms, num_terms, out, hidden);
+  }
+}
+
+void scale(const char* row, float weight, char* out, int64_t hidden, RowType type) {
+  switch (type) {
+    case RowType::kFloat32:
+      return scale_row<float>(row, weight, out, hidden);
+    case RowType::kBFloat16:
+      return scale_row<BFloat16>(row, weight, out, hidden);
+    case RowType::kFloat16:
+      return scale_row<Float16>(row, weight, out, hidden);
+  }
+}
+
+float dot(const char* a, const char* b, int64_t hidden, RowType type) {
+  switch (type) {
+    case RowType::kFloat32:
+      return dot_rows<float>(a, b, hidden);
+    case RowType::kBFloat16:
+      return dot_rows<BFloat16>(a, b, hidden);
+    case RowType::kFloat16:
+      return dot_rows<Float16>(a, b, hidden);
+  }
+  return 0.0f;
+}
+
+extern const RowMath kRowMath;
+const RowMath kRowMath = {sum, scale, dot};
+
+}  // namespace JAX_EP_ROW_MATH_NAMESPACE
+}  // namespace jax_ep

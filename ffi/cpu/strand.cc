@@ -1,0 +1,66 @@
+#include "cpu/strand.h"
+
+#include <thread>
+#include <utility>
+
+namespace jax_ep {
+
+void Strand::submit(Task task) { StrandPool::instance().submit(this, std::move(task)); }
+bool Strand::idle() { return StrandPool::instance().idle(this); }
+
+StrandPool& StrandPool::instance() {
+  static auto* pool = new StrandPool();
+  return *pool;
+}
+
+void StrandPool::submit(Strand* strand, Task task) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  strand->tasks_.push_back(std::move(task));
+  if (strand->active_) return;
+  strand->active_ = true;
+  activate(strand);
+}
+
+bool StrandPool::idle(Strand* strand) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !strand->active_;
+}
+
+void StrandPool::activate(Strand* strand) {
+  ready_.push_back(strand);
+  if (idle_threads_ >= static_cast<int>(ready_.size())) {
+    ready_changed_.notify_one();
+  } else {
+    std::thread([this] { run_thread(); }).detach();
+  }
+}
+
+void StrandPool::run_thread() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    while (ready_.empty()) {
+      ++idle_threads_;
+      ready_changed_.wait(lock);
+      --idle_threads_;
+    }
+    Strand* strand = ready_.front();
+    ready_.pop_front();
+    Task task = std::move(strand->tasks_.front());
+    strand->tasks_.pop_front();
+    lock.unlock();
+    Completion completion = task();
+    task = nullptr;  // what the task holds is released outside the lock
+    lock.lock();
+    if (strand->tasks_.empty()) {
+      strand->active_ = false;
+    } else {
+      activate(strand);
+    }
+    lock.unlock();
+    completion();
+    completion = nullptr;
+    lock.lock();
+  }
+}
+
+}  // namespace jax_ep
