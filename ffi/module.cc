@@ -1,0 +1,226 @@
+// The Python module jax_ep._ffi_cpu: registrations for XLA, the life of native buffers, and the
+// window's layout. Imported by jax_ep/_native.py only.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "cpu/cpu_buffer.h"
+#include "handlers/call.h"
+#include "handlers/cpu_handlers.h"
+#include "layout/seed_layout.h"
+#include "layout/window_layout.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace jax_ep {
+namespace {
+
+nb::capsule capsule(void* pointer) { return nb::capsule(pointer); }
+
+nb::dict handler(XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*)) {
+  nb::dict stages;
+  stages["instantiate"] = capsule(reinterpret_cast<void*>(jax_ep_instantiate));
+  stages["execute"] = capsule(reinterpret_cast<void*>(execute));
+  return stages;
+}
+
+nb::dict registrations() {
+  nb::dict targets;
+  targets["jax_ep_dispatch"] = handler(jax_ep_dispatch_cpu);
+  targets["jax_ep_combine"] = handler(jax_ep_combine_cpu);
+  targets["jax_ep_combine_grad"] = handler(jax_ep_combine_grad_cpu);
+  return targets;
+}
+
+nb::dict type_registrations() {
+  nb::dict site;
+  site["type_id"] = capsule(&Site::id);
+  site["type_info"] = capsule(&Site::info);
+  nb::dict types;
+  types["jax_ep_site"] = site;
+  return types;
+}
+
+std::shared_ptr<CpuBuffer> require_buffer(int64_t id) {
+  auto buffer = find_cpu_buffer(id);
+  if (buffer == nullptr) {
+    throw nb::value_error(("buffer " + std::to_string(id) + " is closed").c_str());
+  }
+  return buffer;
+}
+
+int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_experts,
+                      int num_experts_per_tok, int64_t hidden, int itemsize, int tokens_per_epoch,
+                      int max_tokens_per_rank, double timeout_s, int64_t fingerprint) {
+  if (device_ordinals.empty() || device_ordinals[0].empty()) {
+    throw nb::value_error("device_ordinals must name at least one group of one device");
+  }
+  nb::gil_scoped_release release;
+  return create_cpu_buffer({std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
+                            itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
+                            fingerprint})
+      ->id();
+}
+
+void close_buffer(int64_t id) {
+  nb::gil_scoped_release release;
+  close_cpu_buffer(id);
+}
+
+void reset_buffer(int64_t id) {
+  auto buffer = require_buffer(id);
+  nb::gil_scoped_release release;
+  buffer->reset();
+}
+
+nb::dict stats(int64_t id) {
+  auto buffer = require_buffer(id);
+  uint64_t dispatch_epochs = 0;
+  uint64_t combine_epochs = 0;
+  for (auto& group : buffer->groups()) {
+    dispatch_epochs += group->epochs(kDispatchChannel);
+    combine_epochs += group->epochs(kCombineChannel);
+  }
+  nb::dict result;
+  result["num_groups"] = buffer->groups().size();
+  result["num_ranks"] = buffer->num_ranks();
+  result["window_bytes"] = buffer->window_bytes();
+  result["dispatch_epochs"] = dispatch_epochs;
+  result["combine_epochs"] = combine_epochs;
+  return result;
+}
+
+nb::object take_data_faults(int64_t id) {
+  auto buffer = require_buffer(id);
+  int64_t count = 0;
+  nb::dict first;
+  int group_index = 0;
+  for (auto& group : buffer->groups()) {
+    if (auto found = group->take_data_faults()) {
+      const auto& [rank, fault] = *found;
+      if (count == 0) {
+        first["group"] = group_index;
+        first["rank"] = rank;
+        first["token"] = fault.token;
+        first["k"] = fault.k;
+        first["value"] = fault.value;
+        first["kind"] = fault.kind == RouteFault::kDuplicate ? "duplicate" : "out_of_range";
+      }
+      count += fault.count;
+    }
+    ++group_index;
+  }
+  if (count == 0) return nb::none();
+  first["count"] = count;
+  return first;
+}
+
+nb::list error_records(int64_t id) {
+  auto buffer = require_buffer(id);
+  nb::list records;
+  int group_index = 0;
+  for (auto& group : buffer->groups()) {
+    for (const auto& [record, message] : group->error_records()) {
+      nb::dict entry;
+      entry["kind"] = record.kind == ErrorKind::kMismatch ? "mismatch" : "timeout";
+      entry["op"] = op_name(record.op);
+      entry["wait"] = wait_name(record.wait);
+      entry["group"] = group_index;
+      entry["rank"] = record.rank;
+      entry["peer"] = record.peer;
+      entry["epoch"] = record.epoch;
+      entry["expected"] = record.expected;
+      entry["seen"] = record.seen;
+      entry["message"] = message;
+      records.append(entry);
+    }
+    ++group_index;
+  }
+  return records;
+}
+
+// Regions of one buffer as (name, offset, bytes), and the totals.
+nb::dict window_layout(int num_ranks, int tokens_per_epoch, int num_experts,
+                       int num_experts_per_tok, int64_t row_bytes, bool staging) {
+  const WindowLayout layout = WindowLayout::make(
+      {num_ranks, tokens_per_epoch, num_experts, num_experts_per_tok, row_bytes, staging});
+  nb::list regions;
+  for (int r = 0; r < kNumRegions; ++r) {
+    const auto region = static_cast<Region>(r);
+    regions.append(
+        nb::make_tuple(region_name(region), layout.offset[r], region_bytes(layout.shape, region)));
+  }
+  nb::dict result;
+  result["message_bytes"] = layout.shape.message().bytes();
+  result["regions"] = regions;
+  result["buffer_bytes"] = layout.buffer_bytes;
+  result["total_bytes"] = layout.total_bytes();
+  result["control_bytes"] = ControlLayout{num_ranks}.total_bytes();
+  return result;
+}
+
+nb::dict seed_layout(int64_t tokens, int64_t row_bytes, int64_t num_ranks) {
+  const SeedLayout seed = SeedLayout::make(tokens, row_bytes, num_ranks);
+  nb::dict result;
+  result["message_bytes"] = seed.message_bytes;
+  result["sizes"] = std::vector<int64_t>(seed.size, seed.size + SeedLayout::kNumRegions);
+  result["region_sum"] = seed.region_sum;
+  result["buffer_bytes"] = seed.buffer_bytes;
+  result["total_bytes"] = seed.total_bytes;
+  return result;
+}
+
+#if defined(JAX_EP_TEST_HOOKS)
+constexpr bool kHasTestHooks = true;
+
+void set_fault(int64_t id, const std::string& kind, int rank, int group, int64_t microseconds) {
+  auto buffer = require_buffer(id);
+  FaultPlan& plan = buffer->groups().at(group)->fault_plan(rank);
+  plan.microseconds = microseconds;
+  if (kind == "skip_send") {
+    plan.kind = FaultKind::kSkipSend;
+  } else if (kind == "wrong_tag") {
+    plan.kind = FaultKind::kWrongTag;
+  } else if (kind == "late") {
+    plan.kind = FaultKind::kLate;
+  } else if (kind == "jitter") {
+    plan.kind = FaultKind::kJitter;
+  } else if (kind == "none") {
+    plan.kind = FaultKind::kNone;
+  } else {
+    throw nb::value_error(("unknown fault kind: " + kind).c_str());
+  }
+}
+#else
+constexpr bool kHasTestHooks = false;
+#endif
+
+}  // namespace
+
+NB_MODULE(_ffi_cpu, m) {
+  m.def("registrations", &registrations);
+  m.def("type_registrations", &type_registrations);
+  m.def("create_buffer", &create_buffer, nb::kw_only(), "device_ordinals"_a, "num_experts"_a,
+        "num_experts_per_tok"_a, "hidden"_a, "itemsize"_a, "tokens_per_epoch"_a,
+        "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a);
+  m.def("close_buffer", &close_buffer, "id"_a);
+  m.def("reset_buffer", &reset_buffer, "id"_a);
+  m.def("window_bytes", [](int64_t id) { return require_buffer(id)->window_bytes(); }, "id"_a);
+  m.def("stats", &stats, "id"_a);
+  m.def("take_data_faults", &take_data_faults, "id"_a);
+  m.def("error_records", &error_records, "id"_a);
+  m.def("window_layout", &window_layout, nb::kw_only(), "num_ranks"_a, "tokens_per_epoch"_a,
+        "num_experts"_a, "num_experts_per_tok"_a, "row_bytes"_a, "staging"_a);
+  m.def("seed_layout", &seed_layout, nb::kw_only(), "tokens"_a, "row_bytes"_a, "num_ranks"_a);
+  m.attr("has_test_hooks") = kHasTestHooks;
+#if defined(JAX_EP_TEST_HOOKS)
+  m.def("set_fault", &set_fault, "id"_a, "kind"_a, "rank"_a, nb::kw_only(), "group"_a = 0,
+        "microseconds"_a = 0);
+#endif
+}
+
+}  // namespace jax_ep
