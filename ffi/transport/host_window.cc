@@ -3,7 +3,24 @@
 #include <cstring>
 #include <new>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace jax_ep {
+
+namespace {
+
+constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+
+// Rows land all over a window: with small pages, address translation costs as much as the copies.
+void prefer_huge_pages([[maybe_unused]] char* memory, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__)
+  madvise(memory, bytes, MADV_HUGEPAGE);  // advice: where it is refused, small pages serve
+#endif
+}
+
+}  // namespace
 
 HostWindows::HostWindows(const WindowLayout& layout)
     : layout_(layout), control_layout_{layout.shape.num_ranks} {
@@ -19,11 +36,14 @@ HostWindows::HostWindows(const WindowLayout& layout)
 char* HostWindows::allocate(int64_t bytes) {
   // calloc gives fresh zero pages that are backed only once they are touched: a window costs the
   // memory that its traffic needs.
-  Memory memory(static_cast<char*>(std::calloc(1, bytes + kBufferAlignment)));
+  const int64_t alignment = bytes >= kHugePageBytes ? kHugePageBytes : kBufferAlignment;
+  Memory memory(static_cast<char*>(std::calloc(1, bytes + alignment)));
   if (memory == nullptr) throw std::bad_alloc();
-  const auto address = reinterpret_cast<uintptr_t>(memory.get());
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.get()));
+  char* aligned = memory.get() + (align_up(address, alignment) - address);
+  if (bytes >= kHugePageBytes) prefer_huge_pages(aligned, bytes);
   memory_.push_back(std::move(memory));
-  return reinterpret_cast<char*>(align_up(static_cast<int64_t>(address), kBufferAlignment));
+  return aligned;
 }
 
 Window HostWindows::view(int rank) const {
