@@ -1,0 +1,61 @@
+"""The only importer of compiled modules: loads each once and registers its contents with JAX."""
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+
+import jax
+
+from .errors import EpUsageError
+
+# Platforms as platform_of() names them: the compiled module, and JAX's name where FFI targets are
+# registered.
+_MODULES = {"cpu": ("jax_ep._ffi_cpu", "cpu"), "cuda": ("jax_ep._ffi_cuda", "CUDA")}
+
+
+def platform_of(device: jax.Device) -> str:
+    """``"cpu"``, ``"cuda"``, or what JAX calls another platform (``"gpu"`` for one not CUDA's)."""
+    if device.platform != "gpu":
+        return device.platform
+    return "cuda" if "cuda" in device.client.platform_version.lower() else device.platform
+
+
+def is_built(platform: str) -> bool:
+    """Whether this installation should have native code for a platform, as platform_of names it.
+
+    The module for CPUs is part of every installation: where it is missing, load() says so.
+    """
+    if platform not in _MODULES:
+        return False
+    return platform == "cpu" or importlib.util.find_spec(_MODULES[platform][0]) is not None
+
+
+def load(platform: str = "cpu") -> ModuleType:
+    """Returns the compiled module of a platform, its types and targets registered.
+
+    XLA accepts FFI types only once its backend exists, so this is called when a Buffer is made, not
+    at import.
+
+    Raises:
+        EpUsageError: the module was not built, or was built for another Python.
+    """
+    return _load(platform)
+
+
+@functools.cache
+def _load(platform: str) -> ModuleType:
+    name, ffi_platform = _MODULES[platform]
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise EpUsageError(
+            f"backend='native' needs the compiled module {name}, which did not load ({error}); "
+            "build it with 'pip install .' in the project's root, or pass backend='reference'"
+        ) from error
+    jax.devices(platform)
+    for type_name, capsules in module.type_registrations().items():
+        jax.ffi.register_ffi_type(type_name, capsules, platform=ffi_platform)
+    for target, stages in module.registrations().items():
+        jax.ffi.register_ffi_target(target, stages, platform=ffi_platform, api_version=1)
+    return module

@@ -1,0 +1,161 @@
+"""One function per native target, around ``jax.ffi.ffi_call``. No gradients here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .routed import RouteLayout
+
+
+def cast_varying(axis_names: tuple[str, ...], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Casts arrays to one type of device variance: the union of theirs and ``axis_names``.
+
+    Under ``check_vma=True`` all operands of a custom call must vary over the same mesh axes. The
+    transpose of the cast sums cotangents over the axes it added, so differentiable arrays are cast
+    outside a custom_vjp. Under ``check_vma=False`` nothing carries such a type, which shows in
+    ``axis_index``'s, and nothing is cast.
+    """
+    if not _varying(lax.axis_index(axis_names)):
+        return arrays
+    axes = frozenset(axis_names).union(*map(_varying, arrays))
+    return tuple(_cast(array, axes) for array in arrays)
+
+
+def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array):
+    """Target ``jax_ep_dispatch``; operands and results as in ``_reference.dispatch``."""
+    num_tokens, num_experts_per_tok = topk_idx.shape
+    results = (
+        ((layout.capacity, x.shape[1]), x.dtype),
+        ((layout.capacity,), jnp.float32),
+        ((layout.experts_per_rank,), jnp.int32),
+        ((layout.experts_per_rank,), jnp.int32),
+        ((), jnp.int32),
+        (topk_idx.shape, jnp.int32),
+        ((layout.num_ranks * num_tokens, num_experts_per_tok), jnp.int32),
+    )
+    return _call(
+        "jax_ep_dispatch",
+        layout,
+        (x, topk_idx, topk_weights),
+        results,
+        expert_alignment=layout.expert_alignment,
+        zero_tail=layout.zero_tail,
+    )
+
+
+def combine(
+    layout: RouteLayout, y: jax.Array, weights: jax.Array, topk_idx: jax.Array, recv_rows: jax.Array
+):
+    """Target ``jax_ep_combine``, weighted, without scalars; as ``_reference.combine``."""
+    out, _ = _combine(layout, y, weights, _empty(y), topk_idx, recv_rows)
+    return out
+
+
+def combine_with_scalars(
+    layout: RouteLayout,
+    y: jax.Array,
+    row_scalars: jax.Array,
+    topk_idx: jax.Array,
+    recv_rows: jax.Array,
+):
+    """Target ``jax_ep_combine``, unweighted, one float32 scalar of every row sent along.
+
+    Args:
+        layout: static facts of the dispatch.
+        y: ``[capacity, H]``.
+        row_scalars: float32 ``[capacity]``.
+        topk_idx: int32 ``[T, K]``.
+        recv_rows: int32 ``[R * T, K]``.
+
+    Returns:
+        ``[T, H]``, the plain sum of a token's rows, and float32 ``[T, K]``, the scalar of entry (t,
+        k)'s row, 0 where there is none.
+    """
+    return _combine(layout, y, _empty(y), row_scalars, topk_idx, recv_rows)
+
+
+def combine_grad(
+    layout: RouteLayout,
+    g: jax.Array,
+    topk_idx: jax.Array,
+    recv_rows: jax.Array,
+    weights: jax.Array,
+    y: jax.Array,
+):
+    """Target ``jax_ep_combine_grad``: sends tokens' cotangents along a saved route.
+
+    Args:
+        layout: static facts of the dispatch.
+        g: ``[T, H]``, cotangent of combine's result.
+        topk_idx: int32 ``[T, K]``.
+        recv_rows: int32 ``[R * T, K]``.
+        weights: float32 ``[capacity]``.
+        y: ``[capacity, H]``.
+
+    Returns:
+        ``weights[row] * g[token of row]`` as ``[capacity, H]``, and the float32 products
+        ``<y[row], g[token of row]>`` as ``[capacity]``.
+    """
+    results = ((y.shape, y.dtype), (weights.shape, jnp.float32))
+    return _call(
+        "jax_ep_combine_grad",
+        layout,
+        (g, topk_idx, recv_rows, weights, y),
+        results,
+        expert_alignment=layout.expert_alignment,
+        zero_tail=layout.zero_tail,
+    )
+
+
+def _combine(layout, y, weights, row_scalars, topk_idx, recv_rows):
+    weighted, with_scalars = weights.size > 0, row_scalars.size > 0
+    results = (
+        ((topk_idx.shape[0], y.shape[1]), y.dtype),
+        (topk_idx.shape if with_scalars else (0,), jnp.float32),
+    )
+    operands = (y, weights, row_scalars, topk_idx, recv_rows)
+    return _call(
+        "jax_ep_combine", layout, operands, results, weighted=weighted, with_scalars=with_scalars
+    )
+
+
+def _call(target: str, layout: RouteLayout, operands, results, **attributes: int):
+    rank = lax.axis_index(layout.axis_names)
+    operands = cast_varying(layout.axis_names, rank, *operands)
+    call = jax.ffi.ffi_call(
+        target,
+        [_result_type(shape, dtype, operands[0]) for shape, dtype in results],
+        has_side_effect=False,
+        vmap_method="sequential",
+    )
+    attributes |= {"buffer_id": layout.buffer_id, "fingerprint": layout.fingerprint}
+    return call(*operands, **{name: np.int64(value) for name, value in attributes.items()})
+
+
+def _result_type(shape: tuple[int, ...], dtype, operand: jax.Array) -> jax.ShapeDtypeStruct:
+    """A result's type; under ``check_vma=True`` it varies over the same axes as the operands."""
+    if not _varying(operand):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    unsharded = PartitionSpec(*(None for _ in shape))
+    return jax.ShapeDtypeStruct(
+        shape,
+        dtype,
+        sharding=NamedSharding(jax.sharding.get_abstract_mesh(), unsharded),
+        manual_axis_type=jax.typeof(operand).manual_axis_type,
+    )
+
+
+def _varying(array: jax.Array) -> frozenset[str]:
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
+
+
+def _cast(array: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - _varying(array)))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def _empty(like: jax.Array) -> jax.Array:
+    """An operand that the call's attributes declare absent."""
+    return jnp.zeros_like(like, shape=(0,), dtype=jnp.float32)

@@ -1,0 +1,59 @@
+"""Gradients of the native operations.
+
+Dispatch and combine are each other's transposes: the gradient of dispatch brings rows' cotangents
+back with combine, the gradient of combine sends tokens' cotangents out along the saved route.
+Neither routes anew.
+"""
+
+import functools
+
+import jax
+
+from . import _primitives
+from .routed import RouteLayout
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array):
+    """As ``_primitives.dispatch``; gradients reach x and topk_weights."""
+    return _primitives.dispatch(layout, x, topk_idx, topk_weights)
+
+
+def _dispatch_fwd(layout, x, topk_idx, topk_weights):
+    results = _primitives.dispatch(layout, x, topk_idx, topk_weights)
+    *_, sanitised_idx, recv_rows = results
+    return results, (sanitised_idx, recv_rows)
+
+
+def _dispatch_bwd(layout, residuals, cotangents):
+    topk_idx, recv_rows = residuals
+    d_tokens, d_weights, *_ = cotangents
+    d_x, d_topk_weights = _primitives.combine_with_scalars(
+        layout, d_tokens, d_weights, topk_idx, recv_rows
+    )
+    return d_x, None, d_topk_weights
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine(
+    layout: RouteLayout, y: jax.Array, weights: jax.Array, topk_idx: jax.Array, recv_rows: jax.Array
+) -> jax.Array:
+    """As ``_primitives.combine``; gradients reach y and weights."""
+    return _primitives.combine(layout, y, weights, topk_idx, recv_rows)
+
+
+def _combine_fwd(layout, y, weights, topk_idx, recv_rows):
+    out = _primitives.combine(layout, y, weights, topk_idx, recv_rows)
+    return out, (y, weights, topk_idx, recv_rows)
+
+
+def _combine_bwd(layout, residuals, g):
+    y, weights, topk_idx, recv_rows = residuals
+    d_y, d_weights = _primitives.combine_grad(layout, g, topk_idx, recv_rows, weights, y)
+    return d_y, d_weights, None, None
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)

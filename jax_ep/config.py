@@ -1,0 +1,148 @@
+"""The static description of an expert-parallel exchange."""
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .errors import EpUsageError
+
+MAX_EXPERTS_PER_TOKEN = 32
+MAX_UINT16 = 65_535  # tokens of a rank and experts of a rank travel as 16-bit numbers
+ROW_BYTES_MULTIPLE = 16
+DEFAULT_CHUNK_TOKENS = 4096
+
+_DTYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpConfig:
+    """Shapes and limits that every rank of a group agrees on. Immutable and hashable.
+
+    Args:
+        num_experts: E, experts over all ranks.
+        num_experts_per_tok: K, experts each token is sent to; at most 32 and at most E.
+        hidden: H, elements in a token's row. A row must be a multiple of 16 bytes.
+        max_tokens_per_rank: the largest T that one call may bring; at most 65,535.
+        dtype: element type of the rows: float32, bfloat16 or float16.
+        mode: "high_throughput".
+        chunk_tokens: tokens per rank that one epoch carries; the window grows with it, not with T.
+            None stands for min(max_tokens_per_rank, 4096).
+        num_sms: streaming multiprocessors that a GPU kernel may take; None stands for half the
+            device's. Of no effect on CPUs.
+        timeout_s: seconds a rank waits for a peer before it gives up; None stands for 20 on CPUs
+            and 300 on GPUs.
+
+    Raises:
+        EpUsageError: an argument is outside its limits.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    hidden: int
+    max_tokens_per_rank: int
+    dtype: Any = jnp.bfloat16
+    mode: str = "high_throughput"
+    chunk_tokens: int | None = None
+    num_sms: int | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self):
+        self._set("num_experts", positive_int("num_experts", self.num_experts))
+        self._set(
+            "num_experts_per_tok",
+            positive_int(
+                "num_experts_per_tok", self.num_experts_per_tok, at_most=MAX_EXPERTS_PER_TOKEN
+            ),
+        )
+        if self.num_experts_per_tok > self.num_experts:
+            raise EpUsageError(
+                f"num_experts_per_tok={self.num_experts_per_tok} is more than "
+                f"num_experts={self.num_experts}; a token can go to each expert "
+                "once, so lower num_experts_per_tok"
+            )
+        self._set("hidden", positive_int("hidden", self.hidden))
+        self._set(
+            "max_tokens_per_rank",
+            positive_int("max_tokens_per_rank", self.max_tokens_per_rank, at_most=MAX_UINT16),
+        )
+        self._set("dtype", _row_dtype(self.dtype))
+        if self.row_bytes % ROW_BYTES_MULTIPLE:
+            multiple = ROW_BYTES_MULTIPLE // self.dtype.itemsize
+            raise EpUsageError(
+                f"hidden={self.hidden} with dtype={self.dtype.name} makes rows of {self.row_bytes} "
+                f"bytes; rows must be a multiple of {ROW_BYTES_MULTIPLE} bytes, so make hidden a "
+                f"multiple of {multiple}"
+            )
+        if self.mode == "low_latency":
+            raise EpUsageError(
+                "mode='low_latency' is not offered by this release; use mode='high_throughput'"
+            )
+        if self.mode != "high_throughput":
+            raise EpUsageError(f"mode={self.mode!r} is not known; use mode='high_throughput'")
+        if self.chunk_tokens is not None:
+            self._set(
+                "chunk_tokens", positive_int("chunk_tokens", self.chunk_tokens, at_most=MAX_UINT16)
+            )
+        if self.num_sms is not None:
+            self._set("num_sms", positive_int("num_sms", self.num_sms))
+        if self.timeout_s is not None:
+            self._set("timeout_s", _seconds(self.timeout_s))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes in one token's row: hidden times the size of an element."""
+        return self.hidden * self.dtype.itemsize
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """C, tokens per rank that one epoch carries: chunk_tokens, or its default if it is None."""
+        return min(self.max_tokens_per_rank, self.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+
+
+def positive_int(name: str, value: Any, *, at_most: int | None = None) -> int:
+    """Returns ``value`` as an int of at least 1 (and at most ``at_most``).
+
+    Raises:
+        EpUsageError: it is a bool, not an integer, or outside these limits.
+    """
+    limit = "" if at_most is None else f" of at most {at_most}"
+    remedy = f"pass a positive int{limit}"
+    if isinstance(value, (bool, np.bool_)):
+        raise EpUsageError(f"{name}={value!r} is a bool; {remedy}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise EpUsageError(f"{name}={value!r} is a {type(value).__name__}; {remedy}") from None
+    if number < 1 or (at_most is not None and number > at_most):
+        raise EpUsageError(f"{name}={number} is out of range; {remedy}")
+    return number
+
+
+def _row_dtype(dtype: Any) -> np.dtype:
+    try:
+        normal = jnp.dtype(dtype)
+    except TypeError:
+        normal = None
+    if normal not in _DTYPES:
+        raise EpUsageError(
+            f"dtype={dtype!r} cannot be a row's type; use float32, bfloat16 or float16"
+        )
+    return normal
+
+
+def _seconds(value: Any) -> float:
+    remedy = "pass a finite number of seconds greater than 0, or None for the platform's default"
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        raise EpUsageError(f"timeout_s={value!r} is a {type(value).__name__}; {remedy}") from None
+    if isinstance(value, (bool, np.bool_)) or not math.isfinite(seconds) or seconds <= 0:
+        raise EpUsageError(f"timeout_s={value!r} is out of range; {remedy}")
+    return seconds

@@ -1,0 +1,244 @@
+"""The public operations: every argument is checked while JAX traces, then the backend is called."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _reference, _vjp
+from ._primitives import cast_varying
+from .buffer import Buffer
+from .config import positive_int
+from .errors import EpUsageError
+from .routed import Handle, Routed, RouteLayout
+
+MAX_CAPACITY = 2**31 - 1  # rows are numbered in int32
+
+
+def dispatch(
+    buffer: Buffer,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    *,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    zero_tail: bool = True,
+) -> Routed:
+    """Sends every token to the ranks that hold its experts; call it inside ``jax.shard_map``.
+
+    All ranks of the group must make the call, with the same shapes. Pure: JAX and XLA may repeat,
+    merge or remove it. Differentiable in ``x`` and ``topk_weights``.
+
+    Args:
+        buffer: an open Buffer made for the mesh that ``jax.shard_map`` runs over.
+        x: ``[T, H]`` in the config's dtype, this rank's tokens; T from 0 to
+            ``max_tokens_per_rank``.
+        topk_idx: int32 ``[T, K]``, each token's experts out of all E; -1 stands for no expert. An
+            entry outside [-1, E), and a token's later entry for an expert it already has, are
+            treated as -1 and recorded for ``buffer.check()``.
+        topk_weights: float32 ``[T, K]``.
+        capacity: rows of ``Routed.tokens``, static, a multiple of ``expert_alignment``. None stands
+            for the most that can arrive, ``R * T * min(K, E_l)`` rows and ``E_l * (expert_alignment
+            - 1)`` rows between segments, rounded up to a multiple and at least one multiple. Of a
+            smaller capacity the rows past its end are dropped, which starves the last experts;
+            ``Routed.num_dropped`` counts them, and they add nothing to combine and to gradients.
+        expert_alignment: every expert's segment is rounded up to a multiple of this many rows; the
+            added rows are 0.
+        zero_tail: whether the rows past the last segment are zero. False leaves them unspecified,
+            which is faster and enough for ``jax.lax.ragged_dot`` and its like.
+
+    Returns:
+        A Routed.
+
+    Raises:
+        EpUsageError: an argument does not fit, the buffer is closed, or the call is not inside
+            ``jax.shard_map`` over the buffer's mesh with all its axes larger than 1 manual.
+    """
+    _check_place("dispatch", buffer)
+    _check_dispatch_arrays(buffer, x, topk_idx, topk_weights)
+    layout = _layout(buffer, jnp.shape(x)[0], capacity, expert_alignment, zero_tail)
+    x, topk_idx, topk_weights = cast_varying(
+        buffer.axis_names, jnp.asarray(x), jnp.asarray(topk_idx), jnp.asarray(topk_weights)
+    )
+    backend = _reference if buffer.backend == "reference" else _vjp
+    tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows = backend.dispatch(
+        layout, x, topk_idx, topk_weights
+    )
+    handle = Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=layout)
+    return Routed(
+        tokens=tokens,
+        weights=weights,
+        group_sizes=group_sizes,
+        valid_sizes=valid_sizes,
+        num_dropped=num_dropped,
+        handle=handle,
+    )
+
+
+def combine(buffer: Buffer, y: jax.Array, routed: Routed) -> jax.Array:
+    """Brings the experts' outputs back and sums them: ``out[t] = sum over k of weight_k * y_k``.
+
+    The weights are ``routed.weights``. Sums are made in float32 in a fixed order and rounded once
+    per rank, so the result does not depend on timing. Entries of -1 and dropped rows add nothing.
+    Pure, and differentiable in ``y`` and ``routed.weights``.
+
+    Args:
+        buffer: the Buffer that dispatched.
+        y: ``[capacity, H]`` in the config's dtype: one output row for each row of
+            ``routed.tokens``. Rows that hold no token are not read.
+        routed: dispatch's result.
+
+    Returns:
+        ``[T, H]`` in the config's dtype, this rank's tokens.
+
+    Raises:
+        EpUsageError: an argument does not fit, ``routed`` is another buffer's, the buffer is
+            closed, or the call is not inside ``jax.shard_map`` over the buffer's mesh with all its
+            axes larger than 1 manual.
+    """
+    _check_place("combine", buffer)
+    _check_combine_arrays(buffer, y, routed)
+    handle = routed.handle
+    y, weights, topk_idx, recv_rows = cast_varying(
+        buffer.axis_names,
+        jnp.asarray(y),
+        jnp.asarray(routed.weights),
+        handle.topk_idx,
+        handle.recv_rows,
+    )
+    backend = _reference if buffer.backend == "reference" else _vjp
+    return backend.combine(handle.layout, y, weights, topk_idx, recv_rows)
+
+
+def _check_place(op: str, buffer: Buffer) -> None:
+    """Requires shard_map over a mesh like the buffer's, every axis larger than 1 manual."""
+    if not isinstance(buffer, Buffer):
+        raise EpUsageError(
+            f"{op}: buffer={buffer!r} is a {type(buffer).__name__}; pass the jax_ep.Buffer"
+        )
+    buffer.require_open(op)
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = frozenset(mesh.manual_axes)
+    unbound = [axis for axis in buffer.axis_names if axis not in manual]
+    if mesh.empty or not manual:
+        raise EpUsageError(
+            f"{op} was called outside jax.shard_map, so the axes {buffer.axis_names} of buffer "
+            f"{buffer.id} are not bound; call {op} in a function given to "
+            "jax.shard_map(..., mesh=buffer.mesh)"
+        )
+    if dict(mesh.shape) != dict(buffer.mesh.shape):
+        raise EpUsageError(
+            f"{op} runs over a mesh of axes {dict(mesh.shape)}, but buffer {buffer.id} was made "
+            f"for {dict(buffer.mesh.shape)}; pass mesh=buffer.mesh to jax.shard_map, or make a "
+            "Buffer for that mesh"
+        )
+    automatic = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual]
+    if automatic or unbound:
+        raise EpUsageError(
+            f"{op} needs the buffer's axes and every mesh axis larger than 1 to be manual, but "
+            f"{automatic or unbound} are not: XLA's partitioner would run the call once "
+            "for all of them; list every axis "
+            "in jax.shard_map's axis_names, or leave axis_names out"
+        )
+
+
+def _check_dispatch_arrays(buffer: Buffer, x: Any, topk_idx: Any, topk_weights: Any) -> None:
+    config = buffer.config
+    num_tokens = _check_rows("x", x, config.dtype, "T", config.hidden)
+    if num_tokens > config.max_tokens_per_rank:
+        raise EpUsageError(
+            f"x has {num_tokens} tokens on each rank, more than "
+            f"max_tokens_per_rank={config.max_tokens_per_rank}; raise "
+            "max_tokens_per_rank in the EpConfig, or split the call"
+        )
+    entries = (num_tokens, config.num_experts_per_tok)
+    meaning = "[T, K] with x's T and the config's num_experts_per_tok"
+    _check_array("topk_idx", topk_idx, np.dtype(np.int32), entries, meaning)
+    _check_array("topk_weights", topk_weights, np.dtype(np.float32), entries, meaning)
+
+
+def _check_combine_arrays(buffer: Buffer, y: Any, routed: Any) -> None:
+    if not isinstance(routed, Routed):
+        raise EpUsageError(
+            f"routed={routed!r} is a {type(routed).__name__}; pass the Routed that dispatch "
+            "returned"
+        )
+    layout = routed.handle.layout
+    if (layout.buffer_id, layout.fingerprint) != (buffer.id, buffer.fingerprint):
+        raise EpUsageError(
+            f"routed was made by buffer {layout.buffer_id}, not by buffer {buffer.id}; "
+            "pass combine the buffer that dispatched"
+        )
+    num_rows = _check_rows("y", y, buffer.config.dtype, "capacity", buffer.config.hidden)
+    if num_rows != layout.capacity:
+        raise EpUsageError(
+            f"y has {num_rows} rows, but routed.tokens has capacity={layout.capacity}; "
+            "pass one output row for each row of routed.tokens"
+        )
+    _check_array(
+        "routed.weights", routed.weights, np.dtype(np.float32), (layout.capacity,), "[capacity]"
+    )
+
+
+def _check_rows(name: str, array: Any, dtype: np.dtype, first_axis: str, hidden: int) -> int:
+    shape, _ = _shape_and_dtype(name, array)
+    if len(shape) != 2 or shape[1] != hidden:
+        raise EpUsageError(
+            f"{name} has shape {shape}; pass [{first_axis}, {hidden}], {hidden} being the config's "
+            "hidden"
+        )
+    _check_array(name, array, dtype, shape, "")
+    return shape[0]
+
+
+def _check_array(
+    name: str, array: Any, dtype: np.dtype, shape: tuple[int, ...], meaning: str
+) -> None:
+    seen_shape, seen_dtype = _shape_and_dtype(name, array)
+    if seen_shape != shape:
+        raise EpUsageError(f"{name} has shape {seen_shape}; pass shape {shape}, which is {meaning}")
+    if seen_dtype != dtype:
+        raise EpUsageError(
+            f"{name} has dtype {seen_dtype}; convert it with .astype({dtype.name!r})"
+        )
+
+
+def _shape_and_dtype(name: str, array: Any) -> tuple[tuple[int, ...], np.dtype]:
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise EpUsageError(f"{name}={array!r} is a {type(array).__name__}; pass an array")
+    return tuple(array.shape), np.dtype(array.dtype)
+
+
+def _layout(
+    buffer: Buffer, num_tokens: int, capacity: Any, expert_alignment: Any, zero_tail: Any
+) -> RouteLayout:
+    alignment = positive_int("expert_alignment", expert_alignment, at_most=MAX_CAPACITY)
+    if capacity is None:
+        per_token = min(buffer.config.num_experts_per_tok, buffer.experts_per_rank)
+        most = buffer.num_ranks * num_tokens * per_token + buffer.experts_per_rank * (alignment - 1)
+        rows = max(1, -(-most // alignment)) * alignment
+    else:
+        rows = positive_int("capacity", capacity)
+    if rows > MAX_CAPACITY:
+        raise EpUsageError(
+            f"capacity={rows} rows do not fit into int32; pass a capacity of at most {MAX_CAPACITY}"
+        )
+    if rows % alignment:
+        raise EpUsageError(
+            f"capacity={rows} is not a multiple of expert_alignment={alignment}; "
+            f"pass {-(-rows // alignment) * alignment}"
+        )
+    if not isinstance(zero_tail, (bool, np.bool_)):
+        raise EpUsageError(f"zero_tail={zero_tail!r} is a {type(zero_tail).__name__}; pass a bool")
+    return RouteLayout(
+        buffer_id=buffer.id,
+        fingerprint=buffer.fingerprint,
+        axis_names=buffer.axis_names,
+        num_ranks=buffer.num_ranks,
+        experts_per_rank=buffer.experts_per_rank,
+        capacity=rows,
+        expert_alignment=alignment,
+        zero_tail=bool(zero_tail),
+    )

@@ -1,0 +1,92 @@
+"""Same inputs, same bits: run to run, program to program, whatever the neighbours hold."""
+
+import dataclasses
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import programs
+import pytest
+
+import jax_ep
+
+RUNS = [
+    ("reference", "four_ranks_bf16"),
+    ("native", "four_ranks_bf16"),
+    ("native", "chunked"),
+    ("native", "drops_aligned"),
+    ("native", "many_k"),
+]
+
+
+def round_trip(buffer, case, *, delayed=False):
+    """Gives all outputs; ``delayed`` computes something long before, which changes the timing."""
+
+    def program(x, topk_idx, topk_weights):
+        if delayed:
+            rank = jax.lax.axis_index("expert")
+            grown = jax.lax.fori_loop(0, 2_000 * (rank + 1), lambda _, v: jnp.cos(v), x[:1, :1])
+            x = jnp.where(grown[0, 0] > 2, x + 1, x)  # cos never exceeds 1
+        routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
+        y = routed.tokens * jnp.asarray(1.3, x.dtype)
+        return routed.tokens, routed.weights, routed.handle, jax_ep.combine(buffer, y, routed)
+
+    return jax.jit(programs.sharded(buffer, program))
+
+
+def bits(results):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(results)]
+
+
+@pytest.mark.parametrize(("backend", "name"), RUNS)
+def test_runs_and_programs_agree_in_every_bit(backend, rng, name):
+    case = cases.BY_NAME[name]
+    inputs = cases.make_inputs(case, rng)
+    arguments = (inputs.x, inputs.topk_idx, inputs.topk_weights)
+    with (
+        programs.make_buffer(case, backend) as buffer,
+        programs.make_buffer(case, backend) as other,
+    ):
+        first = round_trip(buffer, case)
+        expected = bits(first(*arguments))
+        assert all(bits(first(*arguments)) == expected for _ in range(5))
+        assert bits(round_trip(buffer, case, delayed=True)(*arguments)) == expected
+        assert bits(round_trip(other, case)(*arguments)) == expected
+
+
+@pytest.mark.parametrize(("backend", "name"), RUNS[:3])
+def test_neighbours_do_not_matter(backend, rng, name):
+    """With every other token's numbers changed, a token's own result keeps its bits."""
+    case = cases.BY_NAME[name]
+    inputs, others = cases.make_inputs(case, rng), cases.make_inputs(case, rng)
+    mine = rng.random(case.R * case.T) < 0.3
+    mixed = dataclasses.replace(
+        others,
+        x=np.where(mine[:, None], inputs.x, others.x),
+        topk_idx=np.where(mine[:, None], inputs.topk_idx, others.topk_idx),
+        topk_weights=np.where(mine[:, None], inputs.topk_weights, others.topk_weights),
+    )
+    with programs.make_buffer(case, backend) as buffer:
+        run = round_trip(buffer, case)
+        outs = [
+            np.asarray(run(each.x, each.topk_idx, each.topk_weights)[-1])
+            for each in (inputs, mixed)
+        ]
+    assert outs[0][mine].tobytes() == outs[1][mine].tobytes()
+    assert outs[0].tobytes() != outs[1].tobytes()
+
+
+@pytest.mark.parametrize("name", ["two_ranks", "some_nobody"])
+def test_chunks_do_not_matter(rng, name):
+    """How many tokens an epoch carries is invisible in the results."""
+    case = cases.BY_NAME[name]
+    inputs = cases.make_inputs(case, rng)
+    results = []
+    for chunk in (None, 1, 4, 16):
+        chunked = dataclasses.replace(case, chunk=chunk)
+        with programs.make_buffer(chunked, "native") as buffer:
+            run = round_trip(buffer, chunked)
+            tree = run(inputs.x, inputs.topk_idx, inputs.topk_weights)
+            results.append(bits(tree))
+    assert all(result == results[0] for result in results)

@@ -1,0 +1,96 @@
+"""What XLA makes of the operations: the expected custom calls, no collectives, no copies."""
+
+import collections
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import programs
+import pytest
+
+import jax_ep
+
+# Sizes that no other array of these programs has, so that a shape tells whose array it is.
+CASE = cases.Case(name="hlo", T=7, H=48, K=3, E=8, R=4, load=1.9)
+COLLECTIVES = r"\b(all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)"
+
+
+def forward(buffer):
+    def program(x, topk_idx, topk_weights):
+        routed = programs.dispatch(buffer, CASE, x, topk_idx, topk_weights)
+        return jax_ep.combine(buffer, jnp.tanh(routed.tokens), routed)
+
+    return programs.sharded(buffer, program)
+
+
+def compiled_text(function):
+    shapes = (
+        jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.H), jnp.float32),
+        jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.int32),
+        jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.float32),
+    )
+    return jax.jit(function).lower(*shapes).compile().as_text()
+
+
+def custom_calls(text):
+    return collections.Counter(re.findall(r'custom_call_target="(jax_ep_\w+)"', text))
+
+
+def copies_of_rows(text):
+    """Instructions named copy or transpose whose result has one row of H elements per something."""
+    shape = rf"f32\[\d+,{CASE.H}\]\S*"
+    return re.findall(rf"= {shape} (?:copy|transpose)\(.*", text)
+
+
+def test_native_forward_is_two_calls_and_nothing_else():
+    with programs.make_buffer(CASE, "native") as buffer:
+        text = compiled_text(forward(buffer))
+    assert custom_calls(text) == {"jax_ep_dispatch": 1, "jax_ep_combine": 1}
+    assert not re.findall(COLLECTIVES, text)
+    assert not copies_of_rows(text)
+    assert "custom_call_has_side_effect=true" not in text
+
+
+def test_copies_would_be_found():
+    """The pattern above meets a real copy in a program that must make one."""
+
+    def program(x):
+        return x, jax.lax.optimization_barrier(x.T).T
+
+    x = jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.H), jnp.float32)
+    text = jax.jit(program).lower(x).compile().as_text()
+    assert copies_of_rows(text)
+
+
+def test_native_backward_calls():
+    def loss(x, topk_idx, topk_weights):
+        return jnp.sum(forward(buffer)(x, topk_idx, topk_weights) ** 2)
+
+    with programs.make_buffer(CASE, "native") as buffer:
+        text = compiled_text(jax.value_and_grad(loss, argnums=(0, 2)))
+    # Two forward; combine's gradient, and dispatch's, which is an unweighted combine.
+    expected = {"jax_ep_dispatch": 1, "jax_ep_combine": 2, "jax_ep_combine_grad": 1}
+    assert custom_calls(text) == expected
+    assert not re.findall(r"\b(all-to-all|all-gather|collective-permute)", text)
+
+
+def test_reference_makes_no_custom_calls_of_ours():
+    with programs.make_buffer(CASE, "reference") as buffer:
+        text = compiled_text(forward(buffer))
+    assert not custom_calls(text)
+    assert re.findall(COLLECTIVES, text)
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_no_effects(backend, differentiated):
+    with programs.make_buffer(CASE, backend) as buffer:
+        function = forward(buffer)
+        if differentiated:
+            function = jax.grad(lambda *arguments: jnp.sum(forward(buffer)(*arguments)))
+        shapes = (
+            jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.H), jnp.float32),
+            jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.int32),
+            jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.float32),
+        )
+        assert not jax.make_jaxpr(function)(*shapes).effects

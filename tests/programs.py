@@ -1,0 +1,72 @@
+"""Short ways to make buffers and sharded programs, shared by the tests."""
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import jax_ep
+
+
+def make_mesh(**sizes: int) -> Mesh:
+    """A mesh of the first CPU devices, for example ``make_mesh(data=2, expert=4)``."""
+    count = int(np.prod(list(sizes.values())))
+    return Mesh(np.array(jax.devices("cpu")[:count]).reshape(*sizes.values()), tuple(sizes))
+
+
+def make_config(case: cases.Case, **changes) -> jax_ep.EpConfig:
+    """The case's EpConfig."""
+    settings = {
+        "num_experts": case.E,
+        "num_experts_per_tok": case.K,
+        "hidden": case.H,
+        "max_tokens_per_rank": case.max_tokens,
+        "dtype": jnp.dtype(case.dtype),
+        "chunk_tokens": case.chunk,
+    }
+    return jax_ep.EpConfig(**(settings | changes))
+
+
+def make_buffer(case: cases.Case, backend: str, **changes) -> jax_ep.Buffer:
+    """A buffer over one axis, "expert", of the case's R devices."""
+    return jax_ep.Buffer(
+        make_mesh(expert=case.R), "expert", make_config(case, **changes), backend=backend
+    )
+
+
+def sharded(buffer: jax_ep.Buffer, function, **options):
+    """``function`` over all axes of the buffer's mesh, first axes split over all of them."""
+    everywhere = PartitionSpec(buffer.mesh.axis_names)
+    options = {"in_specs": everywhere, "out_specs": everywhere} | options
+    return jax.shard_map(function, mesh=buffer.mesh, **options)
+
+
+def dispatch(buffer: jax_ep.Buffer, case: cases.Case, x, topk_idx, topk_weights) -> jax_ep.Routed:
+    """Dispatch with the case's options."""
+    return jax_ep.dispatch(
+        buffer,
+        x,
+        topk_idx,
+        topk_weights,
+        capacity=case.capacity,
+        expert_alignment=case.alignment,
+        zero_tail=case.zero_tail,
+    )
+
+
+def linear_moe(buffer: jax_ep.Buffer, case: cases.Case):
+    """``f(x, topk_idx, topk_weights, matrices)``, linear experts of matrices ``[E_l, H, H]``."""
+
+    def layer(x, topk_idx, topk_weights, matrices):
+        routed = dispatch(buffer, case, x, topk_idx, topk_weights)
+        y = jax.lax.ragged_dot(routed.tokens, matrices, routed.group_sizes)
+        return jax_ep.combine(buffer, y.astype(x.dtype), routed)
+
+    return layer
+
+
+def random_matrices(rng: np.random.Generator, case: cases.Case) -> np.ndarray:
+    """Float32 ``[E, H, H]`` that keep the size of rows."""
+    shape = (case.E, case.H, case.H)
+    return (rng.normal(size=shape) / np.sqrt(case.H)).astype(np.float32)
