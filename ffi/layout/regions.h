@@ -8,6 +8,10 @@
 
 namespace jax_ep {
 
+// Slots begin on pairs of cache lines: rows that straddle them cost a fifth of an NVLink's rate
+// (docs/decisions/0004).
+constexpr int64_t kSlotAlignment = 128;
+
 // What a window must hold. One "slot" is [source rank][source token of this epoch].
 struct WindowShape {
   int num_ranks;            // R
@@ -22,6 +26,11 @@ struct WindowShape {
     return static_cast<int64_t>(num_ranks) * tokens_per_epoch;
   }
   JAX_EP_HD constexpr MessageFormat message() const { return {row_bytes, num_experts_per_tok}; }
+  // From one slot of dispatch data, and of combine data, to the next.
+  JAX_EP_HD constexpr int64_t message_stride() const {
+    return align_up(message().bytes(), kSlotAlignment);
+  }
+  JAX_EP_HD constexpr int64_t row_stride() const { return align_up(row_bytes, kSlotAlignment); }
 };
 
 enum Region : int {
@@ -40,8 +49,8 @@ enum Region : int {
 };
 
 JAX_EP_HD constexpr int64_t region_bytes(const WindowShape& shape, Region region) {
-  const int64_t messages = shape.num_slots() * shape.message().bytes();
-  const int64_t rows = shape.num_slots() * align_up(shape.row_bytes, 16);
+  const int64_t messages = shape.num_slots() * shape.message_stride();
+  const int64_t rows = shape.num_slots() * shape.row_stride();
   switch (region) {
     case kDispatchData:
       return messages;

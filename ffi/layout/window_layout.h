@@ -40,7 +40,7 @@ struct WindowLayout {
   }
 
   JAX_EP_HD constexpr int64_t dispatch_message(int parity, int source, int token) const {
-    return item(kDispatchData, parity, slot(source, token), shape.message().bytes());
+    return item(kDispatchData, parity, slot(source, token), shape.message_stride());
   }
   JAX_EP_HD constexpr int64_t dispatch_count(int parity, int source, int local_expert) const {
     const int64_t index = static_cast<int64_t>(source) * shape.experts_per_rank() + local_expert;
@@ -53,7 +53,7 @@ struct WindowLayout {
     return item(kDispatchFlags, parity, slot(source, token), 4);
   }
   JAX_EP_HD constexpr int64_t combine_row(int parity, int source, int token) const {
-    return item(kCombineData, parity, slot(source, token), align_up(shape.row_bytes, 16));
+    return item(kCombineData, parity, slot(source, token), shape.row_stride());
   }
   JAX_EP_HD constexpr int64_t combine_scalars(int parity, int source, int token) const {
     return item(kCombineScalars, parity, slot(source, token),
