@@ -1,0 +1,79 @@
+"""The examples as a person starts them: from a shell, with no flags of XLA set."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def start(*arguments, timeout=280, **environment):
+    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    clean |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_moe_layer_matches_the_dense_layer():
+    result = start(EXAMPLES / "01_moe_layer.py")
+    assert result.returncode == 0, result.stderr
+    assert "16 experts on 8 ranks" in result.stdout
+    errors = re.findall(r"(\S+) of its largest value away from the dense layer", result.stdout)
+    assert len(errors) == 2
+    assert all(float(error) < 1e-5 for error in errors)
+
+
+def test_train_moe_lm_trains_and_goes_on_with_the_other_backend(tmp_path):
+    script = [EXAMPLES / "train_moe_lm.py", "--ranks", 2, "--seed", 5, "--out", tmp_path / "out"]
+    script += ["--checkpoint-dir", tmp_path / "checkpoints"]
+    result = start(*script, "--steps", 3)
+    assert result.returncode == 0, result.stderr
+    assert "on 2 cpu devices, backend native" in result.stdout
+    for line in ("validation loss", "unigram entropy", "time", "loss curve"):
+        assert re.search(rf"^{line} .*\S", result.stdout, re.MULTILINE), result.stdout
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    losses = read_losses(tmp_path)
+    assert list(losses["train"]) == [0, 1, 2]
+    assert list(losses["validation"]) == [3]
+
+    refused = start(*script, "--steps", 3)
+    assert refused.returncode != 0
+    assert "pass --resume" in refused.stderr
+    longer = start(*script, "--steps", 4, "--backend", "reference", "--resume")
+    assert longer.returncode == 0, longer.stderr
+    assert "backend reference" in longer.stdout
+    resumed = read_losses(tmp_path)
+    assert resumed["train"].pop(3) < 6
+    assert resumed["train"] == losses["train"]
+    assert list(resumed["validation"]) == [3, 4]
+
+
+def read_losses(folder):
+    losses = json.loads((folder / "out" / "losses.json").read_text())
+    return {name: dict(map(tuple, pairs)) for name, pairs in losses.items()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume needs --checkpoint-dir"),
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--ranks", "3"], "--ranks 3 must divide"),
+    ],
+)
+def test_unusable_arguments_are_refused(arguments, message):
+    result = start(EXAMPLES / "train_moe_lm.py", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
