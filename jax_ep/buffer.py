@@ -1,5 +1,6 @@
 """Buffer: owns one window per rank, and the identity under which compiled programs find them."""
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Self
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -141,11 +143,12 @@ class Buffer:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Frees the windows; native programs compiled from the buffer raise from then on.
+        """Waits for arrays still being computed on the buffer's devices, then frees the windows.
 
-        Fetch what is still being computed first (``jax.block_until_ready``). Closing twice is
-        allowed.
+        Closing twice is allowed. Programs compiled from the buffer raise from then on.
         """
+        if not self.closed and self._native is not None:
+            _wait_for_results(frozenset(self._mesh.devices.flat))
         self._finalizer()
 
     def stats(self) -> dict[str, int]:
@@ -204,8 +207,11 @@ class Buffer:
         self.require_open("with")
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            self._finalizer()  # an interrupt must not wait for what it interrupted
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._window_bytes} window bytes per rank"
@@ -213,6 +219,17 @@ class Buffer:
             f"Buffer(id={self._id}, axis_name={self._axis_names}, num_ranks={self._num_ranks}, "
             f"backend={self._backend!r}, {state}, {self._config})"
         )
+
+
+def _wait_for_results(devices: frozenset[jax.Device]) -> None:
+    """Blocks until no live array on any of the devices is still being computed.
+
+    A computation that failed says so where its arrays are used; here only its end matters.
+    """
+    for array in jax.live_arrays():
+        if not array.is_deleted() and not devices.isdisjoint(array.devices()):
+            with contextlib.suppress(RuntimeError):
+                array.block_until_ready()
 
 
 def _nothing_to_close() -> None:
