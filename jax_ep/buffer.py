@@ -152,7 +152,7 @@ class Buffer:
         self._finalizer()
 
     def stats(self) -> dict[str, int]:
-        """Counters of the native backend since creation; empty for the reference backend.
+        """Counters of the native backend, epochs since the last reset(); empty for the reference.
 
         Raises:
             EpUsageError: the buffer is closed.

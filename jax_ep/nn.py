@@ -84,6 +84,9 @@ def expert_ffn(
 ) -> jax.Array:
     """The experts of one rank on the rows of `Routed.tokens`: ``[capacity, H]`` to the same shape.
 
+    XLA's CPU backend multiplies all rows with every local expert and masks, so there the cost grows
+    with ``E_l * capacity``: keep both small.
+
     Args:
         tokens: ``[capacity, H]``, expert-major.
         group_sizes: int32 ``[E_l]``, rows of each expert.
@@ -210,9 +213,13 @@ class MoE(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoeStats]:
-        """Args: x ``[batch, ..., H]``. Returns the same shape, and the statistics.
+        """Every device of the mesh takes an equal part of the batch.
 
-        Every device of the mesh takes an equal part of the batch.
+        Args:
+            x: ``[batch, ..., H]``, `batch` a multiple of the mesh's size.
+
+        Returns:
+            The same shape and type, and the statistics.
 
         Raises:
             EpUsageError: `x` does not divide among the devices, or `jax_ep.dispatch` refuses it.

@@ -123,8 +123,10 @@ void Session::send_word(int peer, int64_t offset, uint64_t word) {
 
 bool Session::wait_word(int peer, int64_t offset, uint64_t epoch, WaitFor wait, uint64_t* word) {
   std::atomic<uint64_t>& slot = atomic64(window_.data(rank(), offset));
-  auto seen = [&] { return *word = slot.load(std::memory_order_acquire); };
-  return wait_until({wait, peer, epoch, epoch}, [&] { return word_is_of(seen(), epoch); }, seen);
+  auto ready = [&] { return word_is_of(*word = slot.load(std::memory_order_acquire), epoch); };
+  // Records compare epochs: what the word carries besides says nothing to a reader.
+  auto seen = [&] { return slot.load(std::memory_order_acquire) >> 32; };
+  return wait_until({wait, peer, epoch, epoch}, ready, seen);
 }
 
 void Session::send_flag(int peer, int64_t offset, uint64_t epoch, bool arrived) {

@@ -48,8 +48,8 @@ struct ExpertSegment {
 };
 
 // Turns one expert's counts per source into row bases, in place, and returns its segment.
-// counts: [R], rows from each source. A corrupted count is clamped to the tokens a rank can hold,
-// so that bases stay in range whatever arrived.
+// counts: [R], rows from each source. Add an index to a base in 64 bits. A corrupted count is
+// clamped to the tokens a rank can hold, so that bases stay in range whatever arrived.
 JAX_EP_HD inline ExpertSegment place_expert(int32_t* counts, int num_ranks, int max_rows_per_source,
                                             int64_t begin, int64_t alignment) {
   int64_t next = begin;
@@ -57,7 +57,8 @@ JAX_EP_HD inline ExpertSegment place_expert(int32_t* counts, int num_ranks, int 
     int32_t count = counts[source];
     if (count < 0) count = 0;
     if (count > max_rows_per_source) count = max_rows_per_source;
-    counts[source] = static_cast<int32_t>(next);
+    // A base beyond any capacity stays beyond it, and never wraps.
+    counts[source] = static_cast<int32_t>(next < INT32_MAX ? next : INT32_MAX);
     next += count;
   }
   return {begin, next - begin, align_up(next - begin, alignment)};

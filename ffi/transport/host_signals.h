@@ -43,7 +43,8 @@ class Doorbell {
   void park(Ready ready, std::chrono::microseconds limit) {
     sleepers_.fetch_add(1, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    const uint32_t rings = rings_.load(std::memory_order_relaxed);
+    // Acquire: `ready` must not read a word older than the ring that is counted here.
+    const uint32_t rings = rings_.load(std::memory_order_acquire);
     if (!ready()) sleep(rings, limit);
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
