@@ -1,9 +1,35 @@
 #include "cpu/strand.h"
 
+#include <cfenv>
 #include <thread>
 #include <utility>
 
 namespace jax_ep {
+
+namespace {
+
+// Threads inherit from XLA's the habit of flushing subnormal numbers to zero. Our arithmetic is
+// IEEE's, as it is on GPUs; what runs on the thread afterwards finds the habit again.
+class IeeeArithmetic {
+ public:
+  IeeeArithmetic() {
+    std::fegetenv(&inherited_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~IeeeArithmetic() { std::fesetenv(&inherited_); }
+  IeeeArithmetic(const IeeeArithmetic&) = delete;
+  IeeeArithmetic& operator=(const IeeeArithmetic&) = delete;
+
+ private:
+  std::fenv_t inherited_;
+};
+
+Completion run_task(const Task& task) {
+  const IeeeArithmetic ieee;
+  return task();
+}
+
+}  // namespace
 
 void Strand::submit(Task task) { StrandPool::instance().submit(this, std::move(task)); }
 bool Strand::idle() { return StrandPool::instance().idle(this); }
@@ -48,7 +74,7 @@ void StrandPool::run_thread() {
     Task task = std::move(strand->tasks_.front());
     strand->tasks_.pop_front();
     lock.unlock();
-    Completion completion = task();
+    Completion completion = run_task(task);
     task = nullptr;  // what the task holds is released outside the lock
     lock.lock();
     if (strand->tasks_.empty()) {
