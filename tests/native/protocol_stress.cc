@@ -1,0 +1,61 @@
+// Stress of the CPU protocol without Python and XLA: fresh random worlds, every result checked
+// against an independent one, until enough epochs have passed. Direct driving and driving through a
+// Group take turns.
+//
+// Usage: protocol_stress SEED EPOCHS
+#include <cstdio>
+#include <cstdlib>
+
+#include "stress_corrupt.h"
+#include "stress_direct.h"
+#include "stress_group.h"
+
+namespace jax_ep::stress {
+
+std::vector<Round> random_rounds(Random& random, const World& world) {
+  std::vector<Round> rounds(static_cast<size_t>(draw(random, 4, 16)));
+  for (Round& round : rounds) round = random_round(random, world);
+  return rounds;
+}
+
+// Returns epochs passed, both channels together.
+int64_t run_world(Random& random) {
+  const World world = random_world(random);
+  for (int again = 0; again < 5; ++again) run_corrupt(random, world);
+  int64_t epochs = 0;
+  auto count = [&](const std::vector<Round>& rounds) {
+    for (const Round& round : rounds) epochs += 3 * epochs_of(world, round);
+  };
+  const std::vector<Round> rounds = random_rounds(random, world);
+  DirectDriver(world, rounds).run(random, chance(random, 50));
+  count(rounds);
+
+  Group group(WindowLayout::make(world.shape), kTimeout);
+  for (int again = 0; again < 2 && !failures.any(); ++again) {
+    const std::vector<Round> fresh = random_rounds(random, world);
+    run_group(group, world, fresh, random, chance(random, 50));
+    count(fresh);
+    if (!failures.any()) group.reset();  // the window is as new, and old signals mean nothing
+  }
+  return epochs;
+}
+
+}  // namespace jax_ep::stress
+
+int main(int argc, char** argv) {
+  if (argc != 3) {
+    std::printf("usage: protocol_stress SEED EPOCHS\n");
+    return 2;
+  }
+  const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
+  const int64_t wanted = std::strtoll(argv[2], nullptr, 10);
+  jax_ep::stress::Random random(seed);
+  int64_t epochs = 0;
+  int worlds = 0;
+  for (; epochs < wanted && !jax_ep::stress::failures.any(); ++worlds) {
+    epochs += jax_ep::stress::run_world(random);
+  }
+  std::printf("seed %llu: %lld epochs in %d worlds\n", static_cast<unsigned long long>(seed),
+              static_cast<long long>(epochs), worlds);
+  return jax_ep::stress::failures.any() ? 1 : 0;
+}

@@ -1,0 +1,209 @@
+// Driving through a Group: a thread for each rank presents operations in an order of its own,
+// several rounds at a time, as XLA's threads do.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "cpu/group.h"
+#include "stress_ops.h"
+#include "stress_report.h"
+
+namespace jax_ep::stress {
+
+// One rank's thread: presents whichever of its operations are ready, in random order.
+class Presenter {
+ public:
+  Presenter(Group& group, const World& world, const std::vector<Round>& rounds, int rank,
+            bool as_loop, Random random)
+      : group_(group),
+        world_(world),
+        rounds_(rounds),
+        rank_(rank),
+        as_loop_(as_loop),
+        random_(random),
+        parts_(rounds.size()) {}
+
+  void run() {
+    constexpr size_t kInFlight = 5;
+    size_t opened = 0;
+    size_t finished = 0;
+    while (finished < rounds_.size() && !failures.any()) {
+      while (opened < rounds_.size() && opened < finished + kInFlight) {
+        ready_.push_back({OpKind::kDispatch, opened++});
+      }
+      const std::vector<size_t> able = choices();
+      if (!able.empty()) {
+        const auto last = static_cast<int64_t>(able.size()) - 1;
+        present(take(able[static_cast<size_t>(draw(random_, 0, last))]));
+        if (chance(random_, 60)) continue;  // else look whether something has come back
+      }
+      finished += take_finished(/*wait=*/able.empty());
+    }
+    // After a failure ranks stop at different places: what one presented, another never will.
+    if (failures.any()) group_.close("another rank found a failure");
+    while (outstanding_ > 0) take_finished(/*wait=*/true);
+  }
+
+ private:
+  struct Key {
+    OpKind op;
+    size_t round;
+  };
+  struct Parts {
+    std::unique_ptr<DispatchPart> dispatch;
+    std::unique_ptr<CombinePart> combine;
+    std::unique_ptr<GradPart> grad;
+    int left = 3;
+  };
+
+  // Operations that may be presented now. In a program's loop one instruction comes again and
+  // again, in the same order on every rank; else any order will do.
+  std::vector<size_t> choices() const {
+    std::vector<size_t> found;
+    for (size_t i = 0; i < ready_.size(); ++i) {
+      if (!as_loop_ || ready_[i].round == next_[static_cast<int>(ready_[i].op)]) found.push_back(i);
+    }
+    return found;
+  }
+  Key take(size_t at) {
+    const Key key = ready_[at];
+    ++next_[static_cast<int>(key.op)];
+    ready_.erase(ready_.begin() + static_cast<std::ptrdiff_t>(at));
+    return key;
+  }
+
+  void present(const Key& key) {
+    const Round& round = rounds_[key.round];
+    Parts& parts = parts_[key.round];
+    Operation operation;
+    operation.tag = {key.op, static_cast<uint32_t>(round.num_tokens), 0, 0};
+    operation.channel = key.op == OpKind::kCombine ? kCombineChannel : kDispatchChannel;
+    operation.num_epochs = epochs_of(world_, round);
+    if (key.op == OpKind::kDispatch) {
+      parts.dispatch = std::make_unique<DispatchPart>(world_, round, rank_);
+      operation.run = [args = parts.dispatch->args()](auto& context, auto& tag, uint64_t epoch) {
+        return run_dispatch(context, args, tag, epoch);
+      };
+    } else if (key.op == OpKind::kCombine) {
+      parts.combine = std::make_unique<CombinePart>(world_, round, rank_, handle_idx(key.round),
+                                                    handle_rows(key.round));
+      operation.run = [args = parts.combine->args()](auto& context, auto& tag, uint64_t epoch) {
+        return run_combine(context, args, tag, epoch);
+      };
+    } else {
+      parts.grad = std::make_unique<GradPart>(world_, round, rank_, handle_idx(key.round),
+                                              handle_rows(key.round));
+      operation.run = [args = parts.grad->args()](auto& context, auto& tag, uint64_t epoch) {
+        return run_combine_grad(context, args, tag, epoch);
+      };
+    }
+    operation.done = [this, key](const std::string* error) { on_done(key, error); };
+    const auto op = static_cast<uint64_t>(key.op);
+    const auto run_id = static_cast<int64_t>(as_loop_ ? 7 : key.round);
+    ++outstanding_;
+    group_.present(rank_, {run_id, op}, std::move(operation));
+  }
+
+  // Dispatch's own results are the handle, unless the round asks for a bad one.
+  const int32_t* handle_idx(size_t i) const {
+    const Round& round = rounds_[i];
+    return round.hostile ? round.handle_idx[rank_].data() : parts_[i].dispatch->clean_idx.data();
+  }
+  const int32_t* handle_rows(size_t i) const {
+    const Round& round = rounds_[i];
+    return round.hostile ? round.handle_rows[rank_].data() : parts_[i].dispatch->recv_rows.data();
+  }
+
+  void on_done(const Key& key, const std::string* error) {
+    if (error != nullptr) failures.add(*error);
+    std::lock_guard<std::mutex> lock(mutex_);
+    finished_.push_back(key);
+    changed_.notify_one();
+  }
+
+  // Checks what has come back; returns the number of rounds that ended with it.
+  size_t take_finished(bool wait) {
+    std::deque<Key> finished;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      while (wait && finished_.empty()) changed_.wait(lock);
+      finished.swap(finished_);
+    }
+    size_t ended = 0;
+    for (const Key& key : finished) {
+      Parts& parts = parts_[key.round];
+      const int round = static_cast<int>(key.round);
+      --outstanding_;
+      if (failures.any()) continue;  // an operation that failed has written nothing to look at
+      if (key.op == OpKind::kDispatch) {
+        note(world_, "dispatch", rank_, round, parts.dispatch->check());
+        ready_.push_back({OpKind::kCombine, key.round});
+        ready_.push_back({OpKind::kCombineGrad, key.round});
+      } else if (key.op == OpKind::kCombine) {
+        note(world_, "combine", rank_, round, parts.combine->check());
+      } else {
+        note(world_, "combine_grad", rank_, round, parts.grad->check());
+      }
+      if (--parts.left > 0) continue;
+      parts = {};
+      ++ended;
+    }
+    return ended;
+  }
+
+  Group& group_;
+  const World& world_;
+  const std::vector<Round>& rounds_;
+  const int rank_;
+  const bool as_loop_;
+  Random random_;
+  std::vector<Parts> parts_;
+  std::vector<Key> ready_;
+  size_t next_[4] = {};
+  int outstanding_ = 0;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Key> finished_;
+};
+
+inline void run_group(Group& group, const World& world, const std::vector<Round>& rounds,
+                      Random& random, bool jitter) {
+  for (int rank = 0; rank < world.num_ranks() && jitter; ++rank) {
+    group.fault_plan(rank).microseconds = kJitterMicroseconds;
+    group.fault_plan(rank).kind = FaultKind::kJitter;
+  }
+  const bool as_loop = chance(random, 40);
+  std::deque<Presenter> presenters;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world.num_ranks(); ++rank) {
+    presenters.emplace_back(group, world, rounds, rank, as_loop, Random(random()));
+  }
+  for (Presenter& presenter : presenters) {
+    threads.emplace_back([&presenter] { presenter.run(); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (failures.any()) return;
+  if (!group.drain(kTimeout)) failures.add("the group is not idle after its last operation");
+  uint64_t expected[kNumChannels] = {};
+  int64_t expected_faults = 0;
+  for (const Round& round : rounds) {
+    expected[kDispatchChannel] += 2 * epochs_of(world, round);
+    expected[kCombineChannel] += epochs_of(world, round);
+    expected_faults += round.num_faults;
+  }
+  for (Channel channel : {kDispatchChannel, kCombineChannel}) {
+    if (group.epochs(channel) != expected[channel]) failures.add("epochs were lost or added");
+  }
+  const auto faults = group.take_data_faults();
+  if ((faults ? faults->second.count : 0) != expected_faults)
+    failures.add("data faults miscounted");
+  if (!group.error_records().empty()) failures.add("errors were recorded");
+}
+
+}  // namespace jax_ep::stress
