@@ -1,20 +1,24 @@
 # Four commands: demo, test, lint, bench. Each makes .venv if it has to; PYTHON and VENV choose
-# another interpreter and place.
+# another interpreter and place. On machines with GPUs: test-gpu.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find ffi -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') \
-           CMakeLists.txt pyproject.toml
+           $(wildcard cmake/*.cmake) CMakeLists.txt pyproject.toml
 CXX_FILES := $(shell find ffi tests/native -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-gpu check-cuda lint format bench clean
 
 # Fault hooks are compiled in: the tests need them, and they cost nothing until one is set.
-$(VENV)/installed: $(SOURCES)
+EXTRAS := dev
+DEFINES := JAX_EP_TEST_HOOKS=ON JAX_EP_CUDA=OFF
+$(VENV)/installed-cuda: EXTRAS := dev,cuda
+$(VENV)/installed-cuda: DEFINES := JAX_EP_TEST_HOOKS=ON JAX_EP_CUDA=ON JAX_EP_CUDA_ARCHITECTURES=native
+$(VENV)/installed $(VENV)/installed-cuda: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' \
-	  --config-settings=cmake.define.JAX_EP_TEST_HOOKS=ON
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' \
+	  $(addprefix --config-settings=cmake.define.,$(DEFINES))
 	touch $@
 
 demo: $(VENV)/installed
@@ -22,6 +26,17 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -q tests
+
+test-gpu: $(VENV)/installed-cuda
+	$(BIN)/python -m pytest -q tests/gpu
+
+# Compiles the CUDA backend for one architecture and loads it; needs nvcc and no GPU.
+check-cuda: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/check-cuda . \
+	  --config-settings=build-dir=build/check-cuda-objects \
+	  --config-settings=cmake.define.JAX_EP_CUDA=ON \
+	  --config-settings=cmake.define.JAX_EP_CUDA_ARCHITECTURES=90a
+	$(BIN)/python tests/gpu/check_module.py build/check-cuda/jax_ep
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/bench_ep.py --json benchmarks/results

@@ -1,17 +1,13 @@
 // The Python module jax_ep._ffi_cpu: registrations for XLA, the life of native buffers, and the
 // window's layout. Imported by jax_ep/_native.py only.
-#include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
-
-#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "cpu/cpu_buffer.h"
-#include "handlers/call.h"
 #include "handlers/cpu_handlers.h"
 #include "layout/seed_layout.h"
 #include "layout/window_layout.h"
+#include "shared_module.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,46 +15,24 @@ using namespace nb::literals;
 namespace jax_ep {
 namespace {
 
-nb::capsule capsule(void* pointer) { return nb::capsule(pointer); }
-
-nb::dict handler(XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*)) {
-  nb::dict stages;
-  stages["instantiate"] = capsule(reinterpret_cast<void*>(jax_ep_instantiate));
-  stages["execute"] = capsule(reinterpret_cast<void*>(execute));
-  return stages;
-}
-
 nb::dict registrations() {
   nb::dict targets;
-  targets["jax_ep_dispatch"] = handler(jax_ep_dispatch_cpu);
-  targets["jax_ep_combine"] = handler(jax_ep_combine_cpu);
-  targets["jax_ep_combine_grad"] = handler(jax_ep_combine_grad_cpu);
+  targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate, jax_ep_dispatch_cpu);
+  targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate, jax_ep_combine_cpu);
+  targets["jax_ep_combine_grad"] = handler_stages(jax_ep_instantiate, jax_ep_combine_grad_cpu);
   return targets;
 }
 
-nb::dict type_registrations() {
-  nb::dict site;
-  site["type_id"] = capsule(&Site::id);
-  site["type_info"] = capsule(&Site::info);
-  nb::dict types;
-  types["jax_ep_site"] = site;
-  return types;
-}
+nb::dict type_registrations() { return site_registration("jax_ep_site"); }
 
 std::shared_ptr<CpuBuffer> require_buffer(int64_t id) {
-  auto buffer = find_cpu_buffer(id);
-  if (buffer == nullptr) {
-    throw nb::value_error(("buffer " + std::to_string(id) + " is closed").c_str());
-  }
-  return buffer;
+  return require_open(find_cpu_buffer(id), id);
 }
 
 int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_experts,
                       int num_experts_per_tok, int64_t hidden, int itemsize, int tokens_per_epoch,
                       int max_tokens_per_rank, double timeout_s, int64_t fingerprint) {
-  if (device_ordinals.empty() || device_ordinals[0].empty()) {
-    throw nb::value_error("device_ordinals must name at least one group of one device");
-  }
+  require_devices(device_ordinals);
   nb::gil_scoped_release release;
   return create_cpu_buffer({std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
                             itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
@@ -103,12 +77,8 @@ nb::object take_data_faults(int64_t id) {
     if (auto found = group->take_data_faults()) {
       const auto& [rank, fault] = *found;
       if (count == 0) {
-        first["group"] = group_index;
-        first["rank"] = rank;
-        first["token"] = fault.token;
-        first["k"] = fault.k;
-        first["value"] = fault.value;
-        first["kind"] = fault.kind == RouteFault::kDuplicate ? "duplicate" : "out_of_range";
+        first = fault_dict(group_index, rank, fault.token, fault.k, fault.value,
+                           fault.kind == RouteFault::kDuplicate);
       }
       count += fault.count;
     }
@@ -125,18 +95,7 @@ nb::list error_records(int64_t id) {
   int group_index = 0;
   for (auto& group : buffer->groups()) {
     for (const auto& [record, message] : group->error_records()) {
-      nb::dict entry;
-      entry["kind"] = record.kind == ErrorKind::kMismatch ? "mismatch" : "timeout";
-      entry["op"] = op_name(record.op);
-      entry["wait"] = wait_name(record.wait);
-      entry["group"] = group_index;
-      entry["rank"] = record.rank;
-      entry["peer"] = record.peer;
-      entry["epoch"] = record.epoch;
-      entry["expected"] = record.expected;
-      entry["seen"] = record.seen;
-      entry["message"] = message;
-      records.append(entry);
+      records.append(to_dict(record, group_index, message));
     }
     ++group_index;
   }

@@ -1,11 +1,11 @@
-// What every handler needs before it may start an operation: which buffer, which rank, which call.
+// What the handlers of all platforms say and remember about a call: its site, its buffer's name in
+// the program, and the texts of errors.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <string>
 
-#include "cpu/cpu_buffer.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_ep {
@@ -26,27 +26,36 @@ struct BufferRef {
   int64_t fingerprint;
 };
 
-// Facts about one call of a handler on one device.
-struct Call {
-  Site* site;
-  int64_t run_id;
-  int32_t device_ordinal;
-  BufferRef buffer;
-  int32_t axis_index;  // operand: where the program's mesh has this device
+// The error code follows the class that the text begins with.
+xla::ffi::Error to_error(const std::string& text);
+
+// Where a buffer has a device.
+struct Place {
+  int group;
+  int rank;
 };
 
-// The buffer and the place of this device in it, or the reason why the call cannot be served.
+// The buffer and the place of this device in it, or the reason why the call cannot be served. A
+// buffer that is not the program's own is left out.
+template <class Buffer>
 struct Resolved {
-  std::shared_ptr<CpuBuffer> buffer;
-  CpuBuffer::Place place{};
+  std::shared_ptr<Buffer> buffer;
+  Place place{};
   std::string error;  // empty: fine
 };
-Resolved resolve(const Call& call);
 
-// Presents the operation of this device; the future follows its end.
-xla::ffi::Future start(const Call& call, const Resolved& resolved, Operation operation);
+std::string closed_text(const BufferRef& ref);
+std::string stale_text(const BufferRef& ref);
+std::string foreign_device_text(const BufferRef& ref, int device_ordinal);
 
-// Fails this call, and the same run on every other rank of the buffer.
-xla::ffi::Future refuse(const Call& call, const Resolved& resolved, const std::string& error);
+// `found`: what the registry has under the id, if anything.
+template <class Buffer>
+Resolved<Buffer> resolve(std::shared_ptr<Buffer> found, const BufferRef& ref, int device_ordinal) {
+  if (found == nullptr) return {nullptr, {}, closed_text(ref)};
+  if (found->options().fingerprint != ref.fingerprint) return {nullptr, {}, stale_text(ref)};
+  const auto place = found->find_device(device_ordinal);
+  if (!place) return {std::move(found), {}, foreign_device_text(ref, device_ordinal)};
+  return {std::move(found), {place->group, place->rank}, ""};
+}
 
 }  // namespace jax_ep

@@ -22,6 +22,13 @@ std::string describe(const ErrorRecord& record, double timeout_s) {
   if (record.kind == ErrorKind::kMismatch) {
     text << "EpMismatchError: ";
     describe_place(text, record);
+    if (record.wait == WaitFor::kStart) {
+      text << " of the buffer is rank " << static_cast<int64_t>(record.seen)
+           << " in the mesh of the function, which orders the devices otherwise. Use the mesh that "
+              "the Buffer was made with."
+           << kReset;
+      return text.str();
+    }
     text << " runs another operation (or other shapes) than rank " << record.peer << std::hex
          << " (tag 0x" << record.expected << " here, 0x" << record.seen << " there)." << kReset;
     return text.str();

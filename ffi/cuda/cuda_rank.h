@@ -1,0 +1,78 @@
+// One rank of a group: its GPU, its window and scratch there, and what its kernels report.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/launch.h"
+#include "cuda/scratch.h"
+#include "cuda/window.h"
+#include "transport/cuda_window.h"
+
+namespace jax_ep::gpu {
+
+// What all ranks of a buffer share.
+struct CudaSettings {
+  WindowLayout layout;
+  int max_tokens_per_rank;
+  int num_sms;  // 0: chosen for each GPU
+  std::chrono::nanoseconds timeout;
+};
+
+// Multiprocessors that an operation may take: about half, in steps of 8, so that matmuls and XLA's
+// own collectives run beside it (64 of an H200's 132).
+int default_num_sms(int device_sms);
+// Kernels of ours spin until their peers come. XLA's collectives (NCCL takes up to 32 blocks) must
+// find room beside them on every GPU, or two ranks could wait for each other in different order.
+int most_num_sms(int device_sms);
+
+class CudaRank {
+ public:
+  // Loads every kernel on the GPU: one loaded later, while a peer spins, could wait for that peer.
+  // Throws std::invalid_argument for what a setting or another GPU mends, CudaError otherwise.
+  CudaRank(int ordinal, int rank, const CudaSettings& settings);
+
+  int ordinal() const { return ordinal_; }
+  int num_sms() const { return num_sms_; }
+  const DeviceLimits& limits() const { return limits_; }
+  PeerMemory memory() const { return window_.memory(); }
+  Mailbox& mailbox() const { return *mailbox_.host(); }
+
+  // `peers`: of all ranks. From here on operations may run.
+  void open(const std::vector<PeerMemory>& peers);
+  // Operations that start from now on touch nothing.
+  void shut();
+  // Back to the state at creation. No operation may be running.
+  void clear();
+  // Stops all waiting of this rank's operations.
+  void poison();
+  // After shut(), once no operation is running any more.
+  void free_memory();
+  // After shut(), when that could not be waited for.
+  void abandon_memory();
+
+  uint64_t epochs(Channel channel);
+  Operation operation(const OpTag& tag, Channel channel, const int32_t* rank_operand) const;
+
+ private:
+  struct Lasting {
+    PeerTable peers;
+    RankState state;
+  };
+  Lasting* lasting() const { return reinterpret_cast<Lasting*>(window_.lasting()); }
+
+  const int ordinal_;
+  const int rank_;
+  const CudaSettings settings_;
+  DeviceLimits limits_{};
+  int num_sms_ = 0;
+  ScratchLayout scratch_layout_{};
+  CudaWindow window_;
+  DeviceMemory scratch_;
+  MappedHost<Mailbox> mailbox_;
+  std::unique_ptr<SideStream> side_;
+};
+
+}  // namespace jax_ep::gpu

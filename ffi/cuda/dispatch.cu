@@ -1,0 +1,218 @@
+#include <algorithm>
+
+#include "cuda/dispatch.h"
+#include "cuda/dispatch_bulk.cuh"
+#include "cuda/launch.h"
+#include "cuda/row_exchange.cuh"
+
+namespace jax_ep::gpu {
+namespace {
+
+constexpr int kMaxThreads = 512;  // more would leave a thread too few registers
+constexpr int kPlainThreads = 512;
+constexpr int kHelpers = 4;
+
+// ---- The kernels.
+
+template <class Transport>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    dispatch_bulk_kernel(const __grid_constant__ DispatchParams p) {
+#if defined(JAX_EP_BULK_COPY)
+  extern __shared__ __align__(128) char shared[];
+  __shared__ BlockState block;
+  init_shared(p, shared);
+  route_ahead(p, shared);
+  const OpContext ctx = OpContext::make(p.op, block);
+  const bool begun = begin_operation<Transport>(ctx);
+  if (begun) dispatch_bulk<Transport>(ctx, p, shared);
+  finish_operation(ctx, begun, [&] { spoil_dispatch(p); });
+#endif
+}
+
+class PlainDispatch {
+ public:
+  using Entry = TokenEntry;
+  __device__ PlainDispatch(const OpContext& ctx, const DispatchParams& p, const Placement& place)
+      : ctx_(ctx), p_(p), place_(place) {}
+
+  __device__ Entry load(int token) const { return load_entry(p_, token); }
+  __device__ const char* source_row(int token) const {
+    return p_.x + int64_t{token} * p_.op.layout.shape.row_bytes;
+  }
+  __device__ void write_record(char* slot, int token, const Entry& entry, int rank) const {
+    const MessageFormat format = p_.op.layout.shape.message();
+    if (lane_id() == 0) *reinterpret_cast<int32_t*>(slot + format.source_offset()) = token;
+    if (lane_id() >= p_.op.layout.shape.num_experts_per_tok) return;
+    auto* words = reinterpret_cast<uint32_t*>(slot + format.entry_offset(lane_id()));
+    words[0] = entry.rank == rank ? entry.route : kNoRoute;
+    words[1] = __float_as_uint(entry.weight);
+  }
+  __device__ void keep(int token, const Entry& entry) const {
+    const uint32_t route = entry.rank == ctx_.rank() ? entry.route : kNoRoute;
+    expand(source_row(token), {ctx_.rank(), token}, route, entry.weight);
+  }
+  __device__ void receive(const char* message, MessageId id) const {
+    uint32_t route = kNoRoute;
+    float weight = 0.0f;
+    if (lane_id() < p_.op.layout.shape.num_experts_per_tok) {
+      const int64_t offset = p_.op.layout.shape.message().entry_offset(lane_id());
+      const auto* words = reinterpret_cast<const uint32_t*>(message + offset);
+      route = load_relaxed<kDeviceScope>(words);
+      weight = __uint_as_float(load_relaxed<kDeviceScope>(words + 1));
+    }
+    expand(message, id, route, weight);
+  }
+  __device__ void absent(MessageId id) const { record_row(p_, id, -1, 0.0f); }
+
+ private:
+  __device__ void expand(const char* from, MessageId id, uint32_t route, float weight) const {
+    const int64_t row_bytes = p_.op.layout.shape.row_bytes;
+    const int row = output_row(p_, place_, route, id.peer);
+    char* target = row >= 0 ? p_.tokens + row * row_bytes : nullptr;
+    copy_row(from, row_bytes, target, __ballot_sync(kFullWarp, row >= 0));
+    record_row(p_, id, row, weight);
+  }
+
+  const OpContext& ctx_;
+  const DispatchParams& p_;
+  const Placement& place_;
+};
+
+template <class Transport>
+__global__ void __launch_bounds__(kPlainThreads, 1)
+    dispatch_plain_kernel(const __grid_constant__ DispatchParams p) {
+  extern __shared__ __align__(128) char shared[];
+  __shared__ BlockState block;
+  route_ahead(p, shared);
+  const OpContext ctx = OpContext::make(p.op, block);
+  const bool begun = begin_operation<Transport>(ctx);
+  if (begun) {
+    const Placement place = placement_in(p, shared);
+    if (route_and_place<Transport>(ctx, p, shared, place)) {
+      PlainDispatch work(ctx, p, place);
+      exchange_rows<Transport>(ctx, work, p.plan.senders);
+      zero_unfilled_rows(ctx, placement_args(p), place, {p.tokens, p.weights, p.zero_tail},
+                         threadIdx.x, blockDim.x);
+    }
+  }
+  finish_operation(ctx, begun, [&] { spoil_dispatch(p); });
+}
+
+// ---- How a launch uses the device.
+
+struct Warps {
+  int senders;
+  int receivers;
+};
+
+// Rows of 14 KB: on few multiprocessors each needs more rows in flight to fill its share of the
+// link; on many, more rows in flight only queue (measured on 2 x H200: 4, 3 and 2 sender warps are
+// best at up to 32, 48 and 64 blocks, 1 at 132). Shorter rows need more warps for the same bytes.
+Warps preferred_warps(int num_ranks, int num_blocks, int64_t part_bytes) {
+  const int scale = static_cast<int>(std::clamp<int64_t>(14336 / part_bytes, 1, 2));
+  const int senders = num_blocks <= 32 ? 4 : num_blocks <= 56 ? 3 : num_blocks <= 96 ? 2 : 1;
+  if (num_ranks == 1) return {6, 0};
+  return {std::min(6, senders * scale), 3 * scale};
+}
+
+void plan_bulk(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan* plan) {
+  constexpr int64_t kMaxPartBytes = 16384;
+  const int64_t record_bytes = shape.message().bytes() - shape.message().source_offset();
+  const int most_records = std::max(1, std::min(shape.num_experts_per_tok, shape.num_ranks - 1));
+  plan->num_parts = static_cast<int>((shape.row_bytes + kMaxPartBytes - 1) / kMaxPartBytes);
+  plan->part_bytes = align_up((shape.row_bytes + plan->num_parts - 1) / plan->num_parts, 128);
+  plan->stage_bytes = align_up(plan->part_bytes + most_records * record_bytes, 128);
+
+  const int64_t workspace = int64_t{4} * kRouteWordsPerExpert * shape.num_experts;
+  const int64_t bases = 4 * Placement::words(shape.num_experts, shape.experts_per_rank());
+  const int64_t bases_taken = bases <= 32768 ? align_up(bases, 128) : 0;
+  constexpr int64_t kSmallThings = 8192;  // outboxes, barriers, static shared memory
+  const int64_t room = max_shared_bytes - kSmallThings - bases_taken;
+  Warps warps = preferred_warps(shape.num_ranks, plan->num_blocks, plan->part_bytes);
+  while ((warps.senders + warps.receivers) * kStages * plan->stage_bytes > room) {
+    int& larger =
+        warps.receivers > 1 && warps.receivers >= warps.senders ? warps.receivers : warps.senders;
+    --larger;
+  }
+  plan->senders = warps.senders;
+  plan->receivers = warps.receivers;
+  plan->helpers = kHelpers;
+
+  SharedLayout layout(max_shared_bytes - kSmallThings / 2);
+  layout.take(warps.senders * kStages * plan->stage_bytes);
+  const int64_t receiver_stages = warps.receivers * kStages * plan->stage_bytes;
+  // The route is done before anything is received: its workspace lies over the receivers' stages.
+  plan->workspace_offset = layout.used();
+  if (workspace <= receiver_stages) {
+    layout.take(receiver_stages);
+  } else {
+    plan->workspace_offset = layout.take_if_room(workspace);
+    if (plan->workspace_offset < 0) layout.take(receiver_stages);
+  }
+  plan->bases_offset = bases_taken > 0 ? layout.take(bases) : -1;
+  plan->outbox_offset = layout.take(warps.senders * static_cast<int64_t>(sizeof(Outbox)));
+  plan->barrier_offset = layout.take(8 * kStages * (warps.senders + warps.receivers));
+  plan->shared_bytes = layout.used();
+}
+
+void plan_plain(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan* plan) {
+  SharedLayout layout(max_shared_bytes - 8192);
+  plan->workspace_offset =
+      layout.take_if_room(int64_t{4} * kRouteWordsPerExpert * shape.num_experts);
+  plan->bases_offset =
+      layout.take_if_room(4 * Placement::words(shape.num_experts, shape.experts_per_rank()));
+  plan->shared_bytes = layout.used();
+  const int warps = kPlainThreads / kWarp;
+  plan->senders = shape.num_ranks == 1 ? warps : warps / 2;
+  plan->receivers = warps - plan->senders;
+}
+
+// Each learns the counts of all, so that few are better while a block has little to count.
+int num_routing_blocks(const DispatchParams& params) {
+  constexpr int kFew = 16;
+  constexpr int kFewTokens = 1024;
+  const int wanted = params.op.num_tokens <= kFewTokens ? kFew : kMaxRoutingBlocks;
+  return std::min(params.plan.most_routing_blocks, wanted);
+}
+
+}  // namespace
+
+DispatchPlan plan_dispatch(const WindowShape& shape, int num_sms, const DeviceLimits& limits) {
+  DispatchPlan plan{};
+  plan.bulk = limits.bulk_copy;
+  plan.num_blocks = num_sms;
+  if (plan.bulk) {
+    plan_bulk(shape, limits.max_shared_bytes, &plan);
+  } else {
+    plan_plain(shape, limits.max_shared_bytes, &plan);
+  }
+  // With more experts than shared memory holds, one block routes in device memory.
+  plan.most_routing_blocks = plan.workspace_offset >= 0 ? std::min(num_sms, kMaxRoutingBlocks) : 1;
+  return plan;
+}
+
+cudaError_t prepare_dispatch() {
+  for (const void* kernel : {reinterpret_cast<const void*>(dispatch_bulk_kernel<PeerTransport>),
+                             reinterpret_cast<const void*>(dispatch_plain_kernel<PeerTransport>)}) {
+    const cudaError_t error = prepare_kernel(kernel);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_dispatch(const DispatchParams& given, cudaStream_t stream) {
+  DispatchParams params = given;
+  params.num_routing_blocks = num_routing_blocks(params);
+  const DispatchPlan& plan = params.plan;
+  const size_t shared_bytes = static_cast<size_t>(plan.shared_bytes);
+  if (plan.bulk) {
+    dispatch_bulk_kernel<PeerTransport>
+        <<<plan.num_blocks, plan.threads(), shared_bytes, stream>>>(params);
+  } else {
+    dispatch_plain_kernel<PeerTransport>
+        <<<plan.num_blocks, plan.threads(), shared_bytes, stream>>>(params);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,307 @@
+// Dispatch's payload by bulk copies. A sender warp loads a row into shared memory once and stores
+// it from there to each remote rank's slot and to this rank's own expert rows; a receiver warp
+// loads an arrived message once and stores its row to each of its expert rows. Two stages a warp:
+// one row is loaded while the one before it is stored.
+#pragma once
+
+#include "cuda/dispatch_rows.cuh"
+#include "cuda/outbox.cuh"
+
+namespace jax_ep::gpu {
+
+constexpr int kStages = 2;  // of one warp
+
+#if defined(JAX_EP_BULK_COPY)
+
+// Items are numbered; item i uses stage i % kStages.
+struct Stages {
+  char* base;
+  uint64_t* barriers;
+  int64_t stage_bytes;
+
+  __device__ char* at(int item) const { return base + (item % kStages) * stage_bytes; }
+  __device__ uint64_t* barrier(int item) const { return barriers + item % kStages; }
+  __device__ void wait(int item) const { barrier_wait(barrier(item), item / kStages % 2); }
+};
+
+// Part `index` of a row.
+struct Part {
+  int64_t offset;
+  uint32_t bytes;
+  bool last;
+};
+__device__ inline Part part_of(const DispatchParams& p, int index) {
+  const int64_t offset = index * p.plan.part_bytes;
+  const int64_t left = p.op.layout.shape.row_bytes - offset;
+  const bool last = index + 1 == p.plan.num_parts;
+  return {offset, static_cast<uint32_t>(last ? left : p.plan.part_bytes), last};
+}
+
+template <class Transport>
+class BulkSender {
+ public:
+  // Starts the load of the first row: it needs no route.
+  __device__ BulkSender(const OpContext& ctx, const DispatchParams& p, const Stages& stages,
+                        Outbox& box)
+      : ctx_(ctx), p_(p), stages_(stages), box_(box) {
+    draw();
+    token_ = drawn();
+    start_load(token_, 0);
+  }
+
+  __device__ void run(const Placement& place) {
+    TokenEntry entry = load_entry(p_, token_);
+    uint32_t sent = 0;
+    while (token_ < p_.op.num_tokens) {
+      draw();
+      const Destinations to = destinations_of(ctx_, entry.rank);
+      if (!may_send(ctx_.chunk_of(token_), sent)) break;
+      for (int part = 0; part < p_.plan.num_parts; ++part) {
+        stages_.wait(item_);
+        send_part(part_of(p_, part), stages_.at(item_), entry, to, place);
+        bulk_commit();
+        ++item_;
+        if (part + 1 < p_.plan.num_parts) start_load(token_, part + 1);
+      }
+      set_absent_flags<Transport>(ctx_, token_, to.ranks);
+      const int next_token = drawn();
+      const TokenEntry next_entry = load_entry(p_, next_token);
+      start_load(next_token, 0);
+      bulk_wait<1>();  // all tokens before this one are written
+      complete(sent);
+      if (lane_id() == 0) post(box_, sent, token_, to.ranks);
+      ++sent;
+      token_ = next_token;
+      entry = next_entry;
+    }
+    finish(sent);
+  }
+
+  // Instead of run(), when the operation is aborted.
+  __device__ void drop() { finish(0); }
+
+ private:
+  // A token is drawn as late as its load allows: what a slow multiprocessor has drawn, no other can
+  // send for it at the end.
+  __device__ void draw() {
+    if (lane_id() == 0) ticket_ = atomicAdd(&ctx_.op.state()->send_ticket.value, 1u);
+  }
+  __device__ int drawn() const { return static_cast<int>(__shfl_sync(kFullWarp, ticket_, 0)); }
+
+  // The next load in order, if there is such a token.
+  __device__ void start_load(int token, int index) {
+    if (token >= p_.op.num_tokens) return;
+    bulk_wait_read<1>();  // the row before the last has left its stage
+    __syncwarp();
+    const Part part = part_of(p_, index);
+    if (lane_id() == 0) {
+      uint64_t* barrier = stages_.barrier(loads_);
+      barrier_expect(barrier, part.bytes);
+      bulk_load(stages_.at(loads_), p_.x + token * p_.op.layout.shape.row_bytes + part.offset,
+                part.bytes, barrier);
+    }
+    ++loads_;
+  }
+
+  // Before the first token of a later chunk: its buffer must have been read. What has been sent is
+  // handed over first, since the peers' credits may depend on it.
+  __device__ bool may_send(int chunk, uint32_t sent) {
+    if (chunk == chunk_) return true;
+    chunk_ = chunk;
+    bulk_wait<0>();
+    complete(sent);
+    return wait_for_credits(ctx_, chunk);
+  }
+
+  __device__ void send_part(const Part& part, char* stage, const TokenEntry& entry,
+                            const Destinations& to, const Placement& place) {
+    const WindowShape& shape = p_.op.layout.shape;
+    const MessageFormat format = shape.message();
+    const uint32_t record_bytes = static_cast<uint32_t>(format.bytes() - format.source_offset());
+    char* records = stage + part.bytes;
+    if (part.last) {
+      write_records(records, record_bytes, entry, to.leaders);
+      fence_bulk_shared();
+      __syncwarp();
+    }
+    if (to.leaders >> lane_id() & 1) {
+      const int order = __popc(to.leaders & lanes_below());
+      char* slot = Transport::window(ctx_, entry.rank, message_offset(ctx_, {ctx_.rank(), token_}));
+      const bool joined = part.last && order == 0;  // its record lies right behind the row
+      bulk_store(slot + part.offset, stage, part.bytes + (joined ? record_bytes : 0));
+      if (part.last && !joined) {
+        bulk_store(slot + format.source_offset(), records + order * record_bytes, record_bytes);
+      }
+    }
+    const int row = entry.rank == ctx_.rank() ? output_row(p_, place, entry.route, entry.rank) : -1;
+    if (row >= 0) {
+      bulk_store_evict_first(p_.tokens + row * shape.row_bytes + part.offset, stage, part.bytes);
+    }
+    if (part.last) record_row(p_, {ctx_.rank(), token_}, row, entry.weight);
+  }
+
+  // One record per destination: entries for other ranks are kNoRoute there.
+  __device__ void write_records(char* records, uint32_t record_bytes, const TokenEntry& entry,
+                                unsigned leaders) {
+    for (; leaders != 0; leaders &= leaders - 1, records += record_bytes) {
+      const int rank = __shfl_sync(kFullWarp, entry.rank, __ffs(leaders) - 1);
+      auto* words = reinterpret_cast<uint32_t*>(records);
+      if (lane_id() == 0) words[0] = static_cast<uint32_t>(token_);
+      if (lane_id() < p_.op.layout.shape.num_experts_per_tok) {
+        words[1 + 2 * lane_id()] = entry.rank == rank ? entry.route : kNoRoute;
+        words[2 + 2 * lane_id()] = __float_as_uint(entry.weight);
+      }
+    }
+  }
+
+  // The rows of the first `tokens` tokens are written by all lanes.
+  __device__ void complete(uint32_t tokens) {
+    __syncwarp();
+    if (lane_id() == 0) store_release<kBlockScope>(&box_.completed, tokens);
+  }
+
+  // Nothing may be on its way into or out of shared memory when the block ends.
+  __device__ void finish(uint32_t sent) {
+    for (; item_ < loads_; ++item_) stages_.wait(item_);
+    bulk_wait<0>();
+    complete(sent);
+    if (lane_id() == 0) store_release<kBlockScope>(&box_.finished, 1u);
+  }
+
+  const OpContext& ctx_;
+  const DispatchParams& p_;
+  const Stages stages_;
+  Outbox& box_;
+  uint32_t ticket_ = 0;  // lane 0
+  int token_;
+  int chunk_ = 0;
+  int item_ = 0;   // parts sent
+  int loads_ = 0;  // parts whose loads have been started
+};
+
+class BulkReceiver {
+ public:
+  __device__ BulkReceiver(const OpContext& ctx, const DispatchParams& p, const Stages& stages)
+      : ctx_(ctx), p_(p), stages_(stages) {}
+
+  __device__ void run(const Placement& place) {
+    Arrivals arrivals(ctx_);
+    int item = 0;
+    while (!arrivals.exhausted()) {
+      MessageId id;
+      const bool found = arrivals.poll(&id, [&](MessageId absent) {
+        record_row(p_, absent, -1, 0.0f);
+        count_read(absent);
+      });
+      if (!found) {
+        if (arrivals.give_up(ctx_)) break;
+        continue;
+      }
+      for (int part = 0; part < p_.plan.num_parts; ++part, ++item) {
+        receive_part(item, part_of(p_, part), id, place);
+      }
+      count_read(id);
+    }
+    bulk_wait<0>();
+  }
+
+ private:
+  __device__ void receive_part(int item, const Part& part, MessageId id, const Placement& place) {
+    char* stage = stages_.at(item);
+    bulk_wait_read<1>();  // the row that used this stage has left it
+    __syncwarp();
+    if (lane_id() == 0) start_load(item, part, id);
+    stages_.wait(item);
+    const WindowShape& shape = p_.op.layout.shape;
+    uint32_t route = kNoRoute;
+    float weight = 0.0f;
+    if (lane_id() < shape.num_experts_per_tok) {
+      const auto* words = reinterpret_cast<const uint32_t*>(stage + part.bytes);
+      route = words[1 + 2 * lane_id()];
+      weight = __uint_as_float(words[2 + 2 * lane_id()]);
+    }
+    const int row = output_row(p_, place, route, id.peer);
+    if (row >= 0) {
+      bulk_store_evict_first(p_.tokens + row * shape.row_bytes + part.offset, stage, part.bytes);
+    }
+    bulk_commit();
+    if (part.last) record_row(p_, id, row, weight);
+    __syncwarp();
+  }
+
+  // The record comes with every part; with the last, it follows the row in the message too.
+  __device__ void start_load(int item, const Part& part, MessageId id) {
+    const MessageFormat format = p_.op.layout.shape.message();
+    const uint32_t record_bytes = static_cast<uint32_t>(format.bytes() - format.source_offset());
+    const char* message = ctx_.own_window(message_offset(ctx_, id));
+    uint64_t* barrier = stages_.barrier(item);
+    char* stage = stages_.at(item);
+    fence_bulk_global();  // the flag was acquired with ordinary loads
+    barrier_expect(barrier, part.bytes + record_bytes);
+    if (part.last) {
+      bulk_load(stage, message + part.offset, part.bytes + record_bytes, barrier);
+    } else {
+      bulk_load(stage, message + part.offset, part.bytes, barrier);
+      bulk_load(stage + part.bytes, message + format.source_offset(), record_bytes, barrier);
+    }
+  }
+
+  __device__ void count_read(MessageId id) {
+    if (lane_id() == 0) count_slots_read(ctx_, ctx_.chunk_of(id.token), 1);
+  }
+
+  const OpContext& ctx_;
+  const DispatchParams& p_;
+  const Stages stages_;
+};
+
+__device__ inline Stages stages_of(const DispatchParams& p, char* shared, int warp) {
+  auto* barriers = reinterpret_cast<uint64_t*>(shared + p.plan.barrier_offset);
+  return {shared + int64_t{warp} * kStages * p.plan.stage_bytes, barriers + warp * kStages,
+          p.plan.stage_bytes};
+}
+
+__device__ inline void init_shared(const DispatchParams& p, char* shared) {
+  const int tid = static_cast<int>(threadIdx.x);
+  auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
+  auto* barriers = reinterpret_cast<uint64_t*>(shared + p.plan.barrier_offset);
+  const int num_barriers = kStages * (p.plan.senders + p.plan.receivers);
+  if (tid < num_barriers) barrier_init(barriers + tid, 1);
+  if (tid < p.plan.senders) boxes[tid].completed = boxes[tid].published = boxes[tid].finished = 0;
+  barrier_init_fence();
+}
+
+// Warps: senders, receivers, helpers. All of them route; then each has its role.
+template <class Transport>
+__device__ void dispatch_bulk(const OpContext& ctx, const DispatchParams& p, char* shared) {
+  const Placement place = placement_in(p, shared);
+  auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
+  const int warp = warp_id();
+  const int receiver = warp - p.plan.senders;
+  const int helper = receiver - p.plan.receivers;
+  if (warp < p.plan.senders) {
+    BulkSender<Transport> sender(ctx, p, stages_of(p, shared, warp), boxes[warp]);
+    if (route_and_place<Transport>(ctx, p, shared, place)) {
+      sender.run(place);
+    } else {
+      sender.drop();
+    }
+    return;
+  }
+  if (!route_and_place<Transport>(ctx, p, shared, place)) return;  // senders publish nothing either
+  if (helper == 0) {
+    publish<Transport>(ctx, boxes, p.plan.senders);
+  } else if (receiver < p.plan.receivers) {
+    fence_bulk_shared();  // the route's workspace lies where the stages are
+    __syncwarp();
+    BulkReceiver(ctx, p, stages_of(p, shared, warp)).run(place);
+  } else {
+    const int threads = kWarp * (p.plan.helpers - 1);
+    zero_unfilled_rows(ctx, placement_args(p), place, {p.tokens, p.weights, p.zero_tail},
+                       (helper - 1) * kWarp + lane_id(), threads);
+  }
+}
+
+#endif  // JAX_EP_BULK_COPY
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,113 @@
+// What dispatch's bulk and plain kernels have in common: entries, their output rows, and the phases
+// before and after the payload.
+#pragma once
+
+#include "cuda/dispatch.h"
+#include "cuda/messages.cuh"
+#include "cuda/placement.cuh"
+#include "cuda/route.cuh"
+
+namespace jax_ep::gpu {
+
+// Lane k of a warp: where entry k of a token goes.
+struct TokenEntry {
+  int rank = -1;
+  uint32_t route = kNoRoute;
+  float weight = 0.0f;
+};
+
+__device__ inline TokenEntry load_entry(const DispatchParams& p, int token) {
+  const int num_experts_per_tok = p.op.layout.shape.num_experts_per_tok;
+  if (lane_id() >= num_experts_per_tok || token >= p.op.num_tokens) return {};
+  const int64_t index = int64_t{token} * num_experts_per_tok + lane_id();
+  const SendRoute route = p.op.scratch.routes[index];
+  return {route.rank, route.route, p.topk_weights[index]};
+}
+
+// The output row of an entry from `source`, or -1 when it is dropped. Whatever arrived, the row
+// lies in the output.
+__device__ inline int output_row(const DispatchParams& p, const Placement& place, uint32_t route,
+                                 int source) {
+  const int expert = route_expert(route);
+  if (route == kNoRoute || expert >= p.op.layout.shape.experts_per_rank()) return -1;
+  const int row = place.bases[int64_t{expert} * p.op.num_ranks() + source] + route_index(route);
+  return row >= 0 && row < p.capacity ? row : -1;
+}
+
+// Lanes below K.
+__device__ inline void record_row(const DispatchParams& p, MessageId id, int row, float weight) {
+  const int num_experts_per_tok = p.op.layout.shape.num_experts_per_tok;
+  if (lane_id() >= num_experts_per_tok) return;
+  const int64_t message = int64_t{id.peer} * p.op.num_tokens + id.token;
+  p.recv_rows[message * num_experts_per_tok + lane_id()] = row;
+  if (row >= 0) p.weights[row] = weight;
+}
+
+__device__ inline PlacementArgs placement_args(const DispatchParams& p) {
+  return {p.expert_alignment, p.capacity, p.group_sizes, p.valid_sizes, p.num_dropped};
+}
+
+__device__ inline Placement placement_in(const DispatchParams& p, char* shared) {
+  const bool fits = p.plan.bases_offset >= 0;
+  auto* bases =
+      fits ? reinterpret_cast<int32_t*>(shared + p.plan.bases_offset) : p.op.scratch.row_bases;
+  return {bases, bases + p.op.layout.shape.num_experts + 1, fits};
+}
+
+__device__ inline bool is_routing_block(const DispatchParams& p) {
+  return static_cast<int>(blockIdx.x) < p.num_routing_blocks;
+}
+__device__ inline RouteArgs route_args(const DispatchParams& p, char* shared) {
+  const bool fits = p.plan.workspace_offset >= 0;
+  auto* workspace = fits ? reinterpret_cast<uint32_t*>(shared + p.plan.workspace_offset)
+                         : p.op.scratch.route_workspace;
+  return {p.topk_idx, p.sanitised_idx, workspace, p.num_routing_blocks};
+}
+
+// All threads, before the operation begins: it hides the latency of both. Device memory may be gone
+// by then, so that a workspace there has to wait.
+__device__ inline void route_ahead(const DispatchParams& p, char* shared) {
+  if (!is_routing_block(p) || p.plan.workspace_offset < 0) return;
+  clear_workspace(p.op, route_args(p, shared));
+  __syncthreads();
+  count_entries(p.op, route_args(p, shared));
+}
+
+// All threads of a routing block. A call: inlined, it would take registers from warps that have
+// their first rows on the way by now.
+template <class Transport>
+__device__ __noinline__ void route(const OpContext ctx, const DispatchParams& p, char* shared) {
+  const RouteArgs args = route_args(p, shared);
+  if (p.plan.workspace_offset < 0) {
+    clear_workspace(p.op, args);
+    __syncthreads();
+    count_entries(p.op, args);
+    __syncthreads();
+  }
+  Router(ctx, args).template run<Transport>();
+}
+
+// All threads. False when the operation is aborted; else this block knows all routes and all rows.
+template <class Transport>
+__device__ bool route_and_place(const OpContext& ctx, const DispatchParams& p, char* shared,
+                                const Placement& place) {
+  if (is_routing_block(p)) route<Transport>(ctx, p, shared);
+  return place_rows(ctx, placement_args(p), place, p.num_routing_blocks);
+}
+
+// All threads of one block: what the outputs of an aborted operation hold.
+__device__ inline void spoil_dispatch(const DispatchParams& p) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  const WindowShape& shape = p.op.layout.shape;
+  const int64_t entries = int64_t{p.op.num_tokens} * shape.num_experts_per_tok;
+  fill_nan(p.tokens, p.capacity * shape.row_bytes, p.row_type);
+  fill_nan(reinterpret_cast<char*>(p.weights), p.capacity * 4, RowType::kFloat32);
+  fill(p.group_sizes, shape.experts_per_rank(), 0, thread, threads);
+  fill(p.valid_sizes, shape.experts_per_rank(), 0, thread, threads);
+  fill(p.num_dropped, 1, 0, thread, threads);
+  fill(p.sanitised_idx, entries, -1, thread, threads);
+  fill(p.recv_rows, entries * shape.num_ranks, -1, thread, threads);
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,129 @@
+// The Python module jax_ep._ffi_cuda: registrations for XLA and the life of native buffers on GPUs.
+// Importing it needs no GPU and no driver. Imported by jax_ep/_native.py only.
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/cuda_buffer.h"
+#include "handlers/cuda_handlers.h"
+#include "shared_module.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace jax_ep::gpu {
+namespace {
+
+nb::dict registrations() {
+  nb::dict targets;
+  targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_cuda);
+  targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_cuda);
+  targets["jax_ep_combine_grad"] =
+      handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_grad_cuda);
+  return targets;
+}
+
+nb::dict type_registrations() { return site_registration("jax_ep_site_cuda"); }
+
+std::shared_ptr<CudaBuffer> require_buffer(int64_t id) {
+  return require_open(find_cuda_buffer(id), id);
+}
+
+int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_experts,
+                      int num_experts_per_tok, int64_t hidden, int itemsize, int tokens_per_epoch,
+                      int max_tokens_per_rank, double timeout_s, int64_t fingerprint, int num_sms) {
+  require_devices(device_ordinals);
+  nb::gil_scoped_release release;
+  return create_cuda_buffer({std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
+                             itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
+                             fingerprint, num_sms})
+      ->id();
+}
+
+void close_buffer(int64_t id) {
+  nb::gil_scoped_release release;
+  close_cuda_buffer(id);
+}
+
+void reset_buffer(int64_t id) {
+  auto buffer = require_buffer(id);
+  nb::gil_scoped_release release;
+  buffer->reset();
+}
+
+nb::dict stats(int64_t id) {
+  auto buffer = require_buffer(id);
+  uint64_t dispatch_epochs = 0;
+  uint64_t combine_epochs = 0;
+  {
+    nb::gil_scoped_release release;
+    for (const auto& group : buffer->groups()) {
+      dispatch_epochs += group->epochs(kDispatchChannel);
+      combine_epochs += group->epochs(kCombineChannel);
+    }
+  }
+  nb::dict result;
+  result["num_groups"] = buffer->groups().size();
+  result["num_ranks"] = buffer->num_ranks();
+  result["window_bytes"] = buffer->window_bytes();
+  result["dispatch_epochs"] = dispatch_epochs;
+  result["combine_epochs"] = combine_epochs;
+  result["num_sms"] = buffer->group(0).rank(0).num_sms();
+  result["launches"] = buffer->num_launches.load();
+  result["captured_launches"] = buffer->num_captures.load();
+  return result;
+}
+
+nb::object take_data_faults(int64_t id) {
+  auto buffer = require_buffer(id);
+  int64_t count = 0;
+  nb::dict first;
+  int group_index = 0;
+  for (const auto& group : buffer->groups()) {
+    if (const auto faults = group->take_data_faults()) {
+      const auto& [rank, group_count, fault] = *faults;
+      if (count == 0) {
+        first = fault_dict(group_index, rank, fault.token, fault.k, fault.value, fault.duplicate);
+      }
+      count += group_count;
+    }
+    ++group_index;
+  }
+  if (count == 0) return nb::none();
+  first["count"] = count;
+  return first;
+}
+
+nb::list error_records(int64_t id) {
+  auto buffer = require_buffer(id);
+  nb::list records;
+  int group_index = 0;
+  for (const auto& group : buffer->groups()) {
+    for (const auto& [record, message] : group->error_records()) {
+      records.append(to_dict(record, group_index, message));
+    }
+    ++group_index;
+  }
+  return records;
+}
+
+}  // namespace
+}  // namespace jax_ep::gpu
+
+NB_MODULE(_ffi_cuda, m) {
+  using namespace jax_ep::gpu;
+  m.def("registrations", &registrations);
+  m.def("type_registrations", &type_registrations);
+  m.def("create_buffer", &create_buffer, nb::kw_only(), "device_ordinals"_a, "num_experts"_a,
+        "num_experts_per_tok"_a, "hidden"_a, "itemsize"_a, "tokens_per_epoch"_a,
+        "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a, "num_sms"_a = 0);
+  m.def("close_buffer", &close_buffer, "id"_a);
+  m.def("reset_buffer", &reset_buffer, "id"_a);
+  m.def("window_bytes", [](int64_t id) { return require_buffer(id)->window_bytes(); }, "id"_a);
+  m.def("stats", &stats, "id"_a);
+  m.def("take_data_faults", &take_data_faults, "id"_a);
+  m.def("error_records", &error_records, "id"_a);
+  m.def("default_num_sms", &default_num_sms, "device_sms"_a);
+  m.def("most_num_sms", &most_num_sms, "device_sms"_a);
+  m.attr("has_test_hooks") = false;
+}

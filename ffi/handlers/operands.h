@@ -1,0 +1,175 @@
+// Operands, results and attributes of each target, the same on every platform: how XLA hands them
+// over, and what they must look like. Sizes: docstrings of jax_ep/_primitives.py.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "handlers/call.h"
+#include "layout/regions.h"
+#include "protocol/numeric.h"
+#include "protocol/signals.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_ep {
+
+// What a buffer was made for.
+struct BufferShape {
+  const WindowShape& window;
+  int64_t hidden;
+  int itemsize;
+  int max_tokens_per_rank;
+};
+template <class Options>
+BufferShape shape_of(const WindowShape& window, const Options& options) {
+  return {window, options.hidden, options.itemsize, options.max_tokens_per_rank};
+}
+
+struct DispatchOperands {
+  xla::ffi::AnyBuffer rank, x, topk_idx, topk_weights;
+  xla::ffi::AnyBuffer tokens, weights, group_sizes, valid_sizes, num_dropped, clean_topk_idx,
+      recv_rows;
+  int64_t expert_alignment;
+  bool zero_tail;
+
+  int num_tokens() const;
+  int64_t capacity() const;
+  RowType row_type() const;
+  OpTag tag(const Site& site) const;
+  // The first thing that does not fit, empty if all does.
+  std::string error(const BufferShape& shape) const;
+};
+
+struct CombineOperands {
+  xla::ffi::AnyBuffer rank, y, row_weights, row_scalars, topk_idx, recv_rows;
+  xla::ffi::AnyBuffer out, scalars;
+  bool weighted;
+  bool with_scalars;
+
+  int num_tokens() const;
+  int64_t capacity() const;
+  RowType row_type() const;
+  OpTag tag(const Site& site) const;
+  std::string error(const BufferShape& shape) const;
+};
+
+struct CombineGradOperands {
+  xla::ffi::AnyBuffer rank, g, topk_idx, recv_rows, row_weights, y;
+  xla::ffi::AnyBuffer d_y, d_row_weights;
+  int64_t expert_alignment;
+  bool zero_tail;
+
+  int num_tokens() const;
+  int64_t capacity() const;
+  RowType row_type() const;
+  OpTag tag(const Site& site) const;
+  std::string error(const BufferShape& shape) const;
+};
+
+template <class T>
+T* data(const xla::ffi::AnyBuffer& buffer) {
+  return static_cast<T*>(buffer.untyped_data());
+}
+
+// One call of a handler on one device. Context: what the platform adds, a run id or a stream.
+template <class Context>
+struct HandlerCall {
+  Site* site;
+  Context context;
+  int32_t device_ordinal;
+  BufferRef buffer;
+};
+
+// The handlers proper take a call and the operands; these three turn XLA's flat arguments into
+// them. Their order is that of the bindings below.
+template <class Context, class Result,
+          Result (*run)(const HandlerCall<Context>&, const DispatchOperands&)>
+Result decode_dispatch(Site* site, Context context, int32_t ordinal, int64_t buffer_id,
+                       int64_t fingerprint, int64_t expert_alignment, int64_t zero_tail,
+                       xla::ffi::AnyBuffer rank, xla::ffi::AnyBuffer x,
+                       xla::ffi::AnyBuffer topk_idx, xla::ffi::AnyBuffer topk_weights,
+                       xla::ffi::Result<xla::ffi::AnyBuffer> tokens,
+                       xla::ffi::Result<xla::ffi::AnyBuffer> weights,
+                       xla::ffi::Result<xla::ffi::AnyBuffer> group_sizes,
+                       xla::ffi::Result<xla::ffi::AnyBuffer> valid_sizes,
+                       xla::ffi::Result<xla::ffi::AnyBuffer> num_dropped,
+                       xla::ffi::Result<xla::ffi::AnyBuffer> clean_topk_idx,
+                       xla::ffi::Result<xla::ffi::AnyBuffer> recv_rows) {
+  return run({site, context, ordinal, {buffer_id, fingerprint}},
+             {rank, x, topk_idx, topk_weights, *tokens, *weights, *group_sizes, *valid_sizes,
+              *num_dropped, *clean_topk_idx, *recv_rows, expert_alignment, zero_tail != 0});
+}
+
+template <class Context, class Result,
+          Result (*run)(const HandlerCall<Context>&, const CombineOperands&)>
+Result decode_combine(Site* site, Context context, int32_t ordinal, int64_t buffer_id,
+                      int64_t fingerprint, int64_t weighted, int64_t with_scalars,
+                      xla::ffi::AnyBuffer rank, xla::ffi::AnyBuffer y,
+                      xla::ffi::AnyBuffer row_weights, xla::ffi::AnyBuffer row_scalars,
+                      xla::ffi::AnyBuffer topk_idx, xla::ffi::AnyBuffer recv_rows,
+                      xla::ffi::Result<xla::ffi::AnyBuffer> out,
+                      xla::ffi::Result<xla::ffi::AnyBuffer> scalars) {
+  return run({site, context, ordinal, {buffer_id, fingerprint}},
+             {rank, y, row_weights, row_scalars, topk_idx, recv_rows, *out, *scalars, weighted != 0,
+              with_scalars != 0});
+}
+
+template <class Context, class Result,
+          Result (*run)(const HandlerCall<Context>&, const CombineGradOperands&)>
+Result decode_combine_grad(Site* site, Context context, int32_t ordinal, int64_t buffer_id,
+                           int64_t fingerprint, int64_t expert_alignment, int64_t zero_tail,
+                           xla::ffi::AnyBuffer rank, xla::ffi::AnyBuffer g,
+                           xla::ffi::AnyBuffer topk_idx, xla::ffi::AnyBuffer recv_rows,
+                           xla::ffi::AnyBuffer row_weights, xla::ffi::AnyBuffer y,
+                           xla::ffi::Result<xla::ffi::AnyBuffer> d_y,
+                           xla::ffi::Result<xla::ffi::AnyBuffer> d_row_weights) {
+  return run({site, context, ordinal, {buffer_id, fingerprint}},
+             {rank, g, topk_idx, recv_rows, row_weights, y, *d_y, *d_row_weights, expert_alignment,
+              zero_tail != 0});
+}
+
+// Binds the platform's context (a type that Ffi::Bind().Ctx takes) between the site and the device.
+template <class ContextBinding>
+auto bind_call() {
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::State<Site>>()
+      .template Ctx<ContextBinding>()
+      .template Ctx<xla::ffi::DeviceOrdinal>()
+      .template Attr<int64_t>("buffer_id")
+      .template Attr<int64_t>("fingerprint");
+}
+
+// Bindings can be neither copied nor moved: each step makes the next one in place.
+template <int num_operands, int num_results, class Binding>
+auto bind_buffers(Binding&& binding) {
+  if constexpr (num_operands > 0) {
+    return bind_buffers<num_operands - 1, num_results>(
+        std::move(binding).template Arg<xla::ffi::AnyBuffer>());
+  } else if constexpr (num_results > 1) {
+    return bind_buffers<0, num_results - 1>(std::move(binding).template Ret<xla::ffi::AnyBuffer>());
+  } else {
+    return std::move(binding).template Ret<xla::ffi::AnyBuffer>();
+  }
+}
+
+template <class ContextBinding>
+auto bind_dispatch() {
+  return bind_buffers<4, 7>(bind_call<ContextBinding>()
+                                .template Attr<int64_t>("expert_alignment")
+                                .template Attr<int64_t>("zero_tail"));
+}
+template <class ContextBinding>
+auto bind_combine() {
+  return bind_buffers<6, 2>(bind_call<ContextBinding>()
+                                .template Attr<int64_t>("weighted")
+                                .template Attr<int64_t>("with_scalars"));
+}
+template <class ContextBinding>
+auto bind_combine_grad() {
+  return bind_buffers<6, 2>(bind_call<ContextBinding>()
+                                .template Attr<int64_t>("expert_alignment")
+                                .template Attr<int64_t>("zero_tail"));
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,81 @@
+// What the compiled modules of all platforms turn into Python values, alike.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "handlers/call.h"
+#include "protocol/error_record.h"
+
+namespace jax_ep {
+
+using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
+
+template <class T>
+nanobind::capsule to_capsule(T* pointer) {
+  return nanobind::capsule(reinterpret_cast<void*>(pointer));
+}
+
+inline nanobind::dict handler_stages(Handler instantiate, Handler execute) {
+  nanobind::dict stages;
+  stages["instantiate"] = to_capsule(instantiate);
+  stages["execute"] = to_capsule(execute);
+  return stages;
+}
+
+// name: unique among all modules of a process.
+inline nanobind::dict site_registration(const char* name) {
+  nanobind::dict site;
+  site["type_id"] = to_capsule(&Site::id);
+  site["type_info"] = to_capsule(&Site::info);
+  nanobind::dict types;
+  types[name] = site;
+  return types;
+}
+
+inline nanobind::dict to_dict(const ErrorRecord& record, int group, const std::string& message) {
+  nanobind::dict entry;
+  entry["kind"] = record.kind == ErrorKind::kMismatch ? "mismatch" : "timeout";
+  entry["op"] = op_name(record.op);
+  entry["wait"] = wait_name(record.wait);
+  entry["group"] = group;
+  entry["rank"] = record.rank;
+  entry["peer"] = record.peer;
+  entry["epoch"] = record.epoch;
+  entry["expected"] = record.expected;
+  entry["seen"] = record.seen;
+  entry["message"] = message;
+  return entry;
+}
+
+// The first fault of the data that a buffer has met; the caller adds the count.
+inline nanobind::dict fault_dict(int group, int rank, int token, int k, int32_t value,
+                                 bool duplicate) {
+  nanobind::dict first;
+  first["group"] = group;
+  first["rank"] = rank;
+  first["token"] = token;
+  first["k"] = k;
+  first["value"] = value;
+  first["kind"] = duplicate ? "duplicate" : "out_of_range";
+  return first;
+}
+
+template <class Buffer>
+std::shared_ptr<Buffer> require_open(std::shared_ptr<Buffer> found, int64_t id) {
+  if (found != nullptr) return found;
+  throw nanobind::value_error(("buffer " + std::to_string(id) + " is closed").c_str());
+}
+
+inline void require_devices(const std::vector<std::vector<int>>& device_ordinals) {
+  if (!device_ordinals.empty() && !device_ordinals[0].empty()) return;
+  throw nanobind::value_error("device_ordinals must name at least one group of one device");
+}
+
+}  // namespace jax_ep

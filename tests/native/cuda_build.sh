@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Builds the native GPU harness. Usage: cuda_build.sh OUTPUT [extra nvcc flags]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+output=$1
+shift
+objects=$(mktemp -d)
+trap 'rm -rf "$objects"' EXIT
+flags=(-std=c++17 -O3 -I ffi -I tests/native -gencode=arch=compute_90a,code=sm_90a -Xcompiler -Wall "$@")
+sources=(ffi/cuda/{dispatch,combine,combine_grad,scratch}.cu ffi/cuda/cuda_rank.cc
+         ffi/transport/cuda_memory.cc ffi/transport/cuda_window.cc tests/native/cuda_harness.cu)
+pids=()
+for source in "${sources[@]}"; do
+  nvcc "${flags[@]}" -c "$source" -o "$objects/$(basename "$source").o" &
+  pids+=($!)
+done
+for pid in "${pids[@]}"; do wait "$pid"; done
+nvcc "${flags[@]}" "$objects"/*.o -o "$output"

@@ -1,0 +1,205 @@
+// The host side of the CUDA backend against a fake runtime: what buffers give kernels, what they
+// make of kernels' reports, how they end, and what they say when they cannot be made. Exit status
+// 0: fine.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#include "cuda/combine.h"
+#include "cuda/combine_grad.h"
+#include "cuda/cuda_buffer.h"
+#include "cuda/dispatch.h"
+#include "cuda_fake_runtime.h"
+
+namespace jax_ep::gpu {
+
+// In place of what nvcc compiles.
+cudaError_t prepare_dispatch() { return cudaSuccess; }
+cudaError_t prepare_combine() { return cudaSuccess; }
+cudaError_t prepare_combine_grad() { return cudaSuccess; }
+ScratchLayout ScratchLayout::make(const WindowShape&, int) {
+  ScratchLayout layout{};
+  layout.total_bytes = 4096;
+  return layout;
+}
+Scratch ScratchLayout::at(char* memory, RankState* state) const {
+  Scratch scratch{};
+  scratch.state = state;
+  scratch.routes = reinterpret_cast<SendRoute*>(memory);
+  return scratch;
+}
+
+namespace {
+
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      std::printf("%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                             \
+    }                                                                           \
+  } while (false)
+
+CudaBufferOptions options(std::vector<std::vector<int>> ordinals) {
+  return {std::move(ordinals), 8, 2, 1024, 2, 16, 64, 0.2, 77, 0};
+}
+
+Operation operation_of(CudaBuffer& buffer, int rank) {
+  return buffer.group(0).rank(rank).operation({OpKind::kDispatch, 40, 3, 9}, kDispatchChannel,
+                                              nullptr);
+}
+
+uint64_t& word(const Operation& op, int64_t offset) {
+  return *reinterpret_cast<uint64_t*>(op.control + offset);
+}
+
+template <class Error, class Make>
+void expect_error(Make make, const std::string& part) {
+  try {
+    make();
+  } catch (const Error& error) {
+    if (std::string(error.what()).find(part) != std::string::npos) return;
+    std::printf("'%s' does not say '%s'\n", error.what(), part.c_str());
+    std::exit(1);
+  }
+  std::printf("nothing said '%s'\n", part.c_str());
+  std::exit(1);
+}
+
+void check_operations() {
+  const auto buffer = create_cuda_buffer(options({{0, 1}}));
+  const Operation first = operation_of(*buffer, 0);
+  const Operation second = operation_of(*buffer, 1);
+  CHECK(buffer->id() > int64_t{1} << 32);
+  CHECK(buffer->window_bytes() == first.layout.total_bytes());
+  CHECK(second.rank == 1 && second.num_tokens == 40 && second.num_chunks == 3);
+  CHECK(second.timeout_ns == 200'000'000);
+  CHECK(first.peers->open == 1 && first.peers != second.peers);
+  for (int rank = 0; rank < 2; ++rank) {
+    const PeerMemory memory = buffer->group(0).rank(rank).memory();
+    CHECK(first.peers->window[rank] == memory.data &&
+          second.peers->control[rank] == memory.control);
+    for (int64_t i = 0; i < first.layout.total_bytes(); ++i) CHECK(memory.data[i] == 0);
+  }
+  close_cuda_buffer(buffer->id());
+}
+
+void check_reports() {
+  const auto buffer = create_cuda_buffer(options({{0, 1}}));
+  CudaGroup& group = *buffer->groups()[0];
+  const Operation first = operation_of(*buffer, 0);
+  const Operation second = operation_of(*buffer, 1);
+  word(first, first.control_layout().epoch(kDispatchChannel)) = 6;
+  CHECK(group.epochs(kDispatchChannel) == 6 && group.epochs(kCombineChannel) == 0);
+
+  second.mailbox->first_fault = pack_fault(3, 1, true, -7);
+  second.mailbox->faults_found = 4;
+  const auto faults = group.take_data_faults();
+  CHECK(faults && faults->rank == 1 && faults->count == 4);
+  CHECK(faults->first.token == 3 && faults->first.k == 1 && faults->first.duplicate);
+  CHECK(faults->first.value == -7 && !group.take_data_faults());
+
+  CHECK(!group.refusal() && group.error_records().empty());
+  first.mailbox->error = {ErrorKind::kTimeout, OpKind::kCombine, WaitFor::kTag, 0, 1, 7, 1, 2};
+  second.mailbox->error = {ErrorKind::kMismatch, OpKind::kDispatch, WaitFor::kStart, 1, 1, 7, 1, 0};
+  CHECK(group.error_records().size() == 2);
+  CHECK(group.refusal()->rfind("EpMismatchError: dispatch, epoch 7: rank 1 of the buffer is rank 0",
+                               0) == 0);
+  group.abort(OpKind::kCombine, "too late to matter");
+  CHECK(group.error_records().size() == 2);
+  buffer->reset();
+  CHECK(!group.refusal() && group.epochs(kDispatchChannel) == 0);
+
+  group.abort(OpKind::kCombine, "EpUsageError: why");
+  CHECK(*group.refusal() == "EpUsageError: why" && group.error_records().size() == 1);
+  CHECK(word(second, second.control_layout().poison()) != 0);
+  buffer->reset();
+  CHECK(!group.refusal() && word(second, second.control_layout().poison()) == 0);
+  CHECK(second.peers->open == 1);
+  close_cuda_buffer(buffer->id());
+}
+
+void check_groups_of_one() {
+  const auto buffer = create_cuda_buffer(options({{0}, {1}}));
+  CHECK(buffer->window_bytes() == 0 && buffer->groups().size() == 2);
+  CHECK(buffer->find_device(1)->group == 1 && !buffer->find_device(2));
+  // Signals have room, payload has none.
+  const Operation op = operation_of(*buffer, 0);
+  CHECK(op.layout.total_bytes() < 20'000);
+  CHECK(op.layout.dispatch_tag(1, 0) + 8 <= op.layout.total_bytes());
+  buffer->abort(OpKind::kDispatch, "nobody waits for anybody");
+  CHECK(!buffer->group(0).refusal());
+  close_cuda_buffer(buffer->id());
+}
+
+void check_closing() {
+  const int64_t used = fake_cuda().used_bytes;
+  const auto buffer = create_cuda_buffer(options({{0, 1}}));
+  const Operation op = operation_of(*buffer, 0);
+  const int64_t id = buffer->id();
+  CHECK(find_cuda_buffer(id) == buffer);
+  close_cuda_buffer(id);
+  close_cuda_buffer(id);
+  CHECK(find_cuda_buffer(id) == nullptr);
+  CHECK(op.peers->open == 0);  // still there for graphs that are replayed
+  CHECK(op.scratch.state->error_claimed == 0);
+  CHECK(fake_cuda().used_bytes - used < 40'000);
+  CHECK(create_cuda_buffer(options({{0, 1}}))->id() > id);
+}
+
+void check_a_device_that_stays_busy() {
+  const auto buffer = create_cuda_buffer(options({{0, 1}}));
+  const int64_t used = fake_cuda().used_bytes;
+  fake_cuda().busy_ms = 60'000;
+  const auto begin = std::chrono::steady_clock::now();
+  close_cuda_buffer(buffer->id());
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  fake_cuda().busy_ms = 0;
+  // The deadline and a grace, not the minute; and what a kernel may still use is not freed.
+  CHECK(took.count() < 40);
+  CHECK(fake_cuda().used_bytes == used);
+}
+
+void check_refusals() {
+  CudaBufferOptions asked = options({{0, 1}});
+  asked.num_sms = 101;
+  expect_error<std::invalid_argument>([&] { create_cuda_buffer(asked); },
+                                      "num_sms=101 is too many: GPU 0 has 132");
+  asked.num_sms = 100;
+  close_cuda_buffer(create_cuda_buffer(asked)->id());
+  expect_error<std::invalid_argument>([&] { create_cuda_buffer(options({{5}})); },
+                                      "GPU 5 is not among the 2");
+  fake_cuda().peers_reachable = false;
+  expect_error<std::invalid_argument>([&] { create_cuda_buffer(options({{0, 1}})); },
+                                      "GPU 0 cannot access the memory of GPU 1");
+  fake_cuda().peers_reachable = true;
+
+  const int64_t used = fake_cuda().used_bytes;
+  const int64_t window =
+      operation_of(*create_cuda_buffer(options({{0, 1}})), 0).layout.total_bytes();
+  const int64_t taken = fake_cuda().used_bytes;
+  fake_cuda().memory_bytes = taken + window + window / 2;
+  expect_error<CudaError>([&] { create_cuda_buffer(options({{0, 1}})); },
+                          "chunk_tokens=16 (by default min(max_tokens_per_rank, 4096)) and rows of "
+                          "2048 bytes (hidden * itemsize) needs " +
+                              std::to_string(window) + " bytes on GPU 1");
+  CHECK(fake_cuda().used_bytes - taken < 40'000);  // the first rank's window is free again
+  CHECK(taken - used >= 2 * window);
+  fake_cuda().memory_bytes = int64_t{1} << 40;
+}
+
+}  // namespace
+}  // namespace jax_ep::gpu
+
+int main() {
+  using namespace jax_ep::gpu;
+  check_operations();
+  check_reports();
+  check_groups_of_one();
+  check_closing();
+  check_refusals();
+  check_a_device_that_stays_busy();
+  std::printf("fine\n");
+  std::fflush(stdout);
+  std::_Exit(0);  // threads that wait for the busy device are still there
+}
