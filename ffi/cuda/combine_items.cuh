@@ -82,13 +82,19 @@ __device__ inline const char* row_address(const CombineParams& p, int row) {
   return p.y + row * p.op.layout.shape.row_bytes;
 }
 
+// A batch starts whole, so it must not wait for a chunk that depends on its own tokens: with no
+// more of them than a chunk has, it spans two chunks, and waits for none later than the one before.
+__device__ inline int batch_size(const OpContext& ctx, int most) {
+  return min(most, ctx.op.tokens_per_epoch);
+}
+
 // Rows that we send: tickets over (token, other rank), in the order of tokens.
 class SendItems {
  public:
   __device__ SendItems(const OpContext& ctx, const CombineParams& p, int max_groups)
       : ctx_(ctx),
         p_(p),
-        lanes_(Lanes::make(p.op.layout.shape.num_experts_per_tok, max_groups)),
+        lanes_(Lanes::make(p.op.layout.shape.num_experts_per_tok, batch_size(ctx, max_groups))),
         num_sources_(ctx.num_ranks() - 1),
         tickets_(ctx.op.state()->send_ticket) {}
 
@@ -175,7 +181,7 @@ class FinalItems {
   __device__ FinalItems(const OpContext& ctx, const CombineParams& p, int max_groups)
       : ctx_(ctx),
         p_(p),
-        lanes_(Lanes::make(p.op.layout.shape.num_experts_per_tok, max_groups)),
+        lanes_(Lanes::make(p.op.layout.shape.num_experts_per_tok, batch_size(ctx, max_groups))),
         tickets_(ctx.op.state()->receive_ticket) {
     ahead_ = load();
   }
