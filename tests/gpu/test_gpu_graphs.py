@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import programs
+import pytest
+from jax.sharding import NamedSharding
 
 CASE = cases.Case(name="graph", T=96, H=256, K=4, E=16, R=2, chunk=40)
 NUM_LAYERS = 3  # more operations than XLA asks for before it captures
@@ -20,49 +22,60 @@ def fresh_inputs(case, call, x, first_expert, topk_weights):
     return x * scale, (experts % case.E).astype(jnp.int32), topk_weights
 
 
-def make_step(buffer, case):
-    """Layers on fresh inputs; carries the worst error so far and a sum over all outputs."""
+def make_run(buffer, case, how):
+    """A program that takes state, and constants, through the next call or calls.
 
-    def step(call, worst, total, x, first_expert, topk_weights):
+    State: the number of the call, the worst error so far of each rank, a sum over all outputs.
+    ``how``: "calls" makes one call an execution, and donates the state, so that the arrays stay
+    where they are; "scan" makes all ``NUM_CALLS`` in one execution.
+    """
+
+    def step(state, x, first_expert, topk_weights):
+        call, worst, total = state
         x, topk_idx, topk_weights = fresh_inputs(case, call, x, first_expert, topk_weights)
         expected = x
         for layer in range(NUM_LAYERS):
             idx = (topk_idx + layer) % case.E
             x = gpu_world.leaky_layer(buffer, case, x, idx, topk_weights)
             expected = gpu_world.dense_leaky_layer(expected, idx, topk_weights)
-        return jnp.maximum(worst, gpu_world.worst_error(x, expected)[None]), total + x
+        return call + 1, jnp.maximum(worst, gpu_world.worst_error(x, expected)[None]), total + x
 
-    return jax.jit(
-        programs.sharded(
-            buffer,
-            step,
-            in_specs=(jax.P(), *[jax.P("expert")] * 5),
-            out_specs=jax.P("expert"),
-        )
+    def scan(state, *constants):
+        return jax.lax.scan(
+            lambda state, _: (step(state, *constants), None), state, length=NUM_CALLS
+        )[0]
+
+    specs = (jax.P(), jax.P("expert"), jax.P("expert"))
+    sharded = programs.sharded(
+        buffer,
+        scan if how == "scan" else step,
+        in_specs=(specs, *[jax.P("expert")] * 3),
+        out_specs=specs,
     )
+    return jax.jit(sharded, donate_argnums=0)
 
 
-def test_a_thousand_replays(num_gpus, rng):
+@pytest.mark.parametrize("how", ["calls", "scan"])
+def test_a_thousand_replays(how, num_gpus, rng):
     case = gpu_world.on_ranks(CASE, num_gpus)
     inputs = cases.make_inputs(case, rng)
     weights = inputs.topk_weights / inputs.topk_weights.sum(1, keepdims=True)
     first_expert = rng.integers(case.E, size=len(inputs.x)).astype(np.int32)
     totals = {}
-    for platform in ("cuda", "cpu"):
+    for platform, way in (("cuda", how), ("cpu", "scan")):
         with gpu_world.make_buffer(case, platform) as buffer:
-            step = make_step(buffer, case)
-            worst, total, *constants = gpu_world.put(
-                buffer,
-                np.zeros(case.R, np.float32),
-                np.zeros_like(inputs.x),
-                inputs.x,
-                first_expert,
-                weights,
+            run = make_run(buffer, case, way)
+            constants = gpu_world.put(buffer, inputs.x, first_expert, weights)
+            state = (
+                jax.device_put(np.int32(0), NamedSharding(buffer.mesh, jax.P())),
+                *gpu_world.put(buffer, np.zeros(case.R, np.float32), np.zeros_like(inputs.x)),
             )
-            for call in range(NUM_CALLS):
-                worst, total = step(np.int32(call), worst, total, *constants)
+            for call in range(NUM_CALLS if way == "calls" else 1):
+                state = run(state, *constants)
                 if call % 16 == 0:
-                    total.block_until_ready()
+                    jax.block_until_ready(state)
+            call, worst, total = state
+            assert int(call) == NUM_CALLS
             assert np.max(np.asarray(worst)) < NUM_LAYERS * gpu_world.TOLERANCE[case.dtype]
             assert buffer.check() is None
             totals[platform] = {"total": np.asarray(total)}

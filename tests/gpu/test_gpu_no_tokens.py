@@ -1,0 +1,28 @@
+"""Programs without any token, in a process of their own (``gpu_world.EMPTY_ARRAYS`` says why)."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def test_no_tokens():
+    tests = [str(HERE / "test_gpu_cases.py"), str(HERE / "test_gpu_epochs.py")]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    command += ["-k", "no_tokens or sizes_of_calls"]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"JAX_USE_SHARDY_PARTITIONER": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    # Each case without tokens on two ranks, the one on one rank, and two numbers of ranks.
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= 5, done.stdout[-2000:]
