@@ -26,30 +26,34 @@ def cast_varying(axis_names: tuple[str, ...], *arrays: jax.Array) -> tuple[jax.A
 def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array):
     """Target ``jax_ep_dispatch``; operands and results as in ``_reference.dispatch``."""
     num_tokens, num_experts_per_tok = topk_idx.shape
+    num_slots = layout.num_ranks * num_tokens
     results = (
-        ((layout.capacity, x.shape[1]), x.dtype),
+        ((layout.capacity if layout.expand else num_slots, x.shape[1]), x.dtype),
         ((layout.capacity,), jnp.float32),
         ((layout.experts_per_rank,), jnp.int32),
         ((layout.experts_per_rank,), jnp.int32),
         ((), jnp.int32),
         (topk_idx.shape, jnp.int32),
-        ((layout.num_ranks * num_tokens, num_experts_per_tok), jnp.int32),
+        ((num_slots, num_experts_per_tok), jnp.int32),
+        ((0 if layout.expand else layout.capacity,), jnp.int32),
     )
-    return _call(
+    *arrays, row_map = _call(
         "jax_ep_dispatch",
         layout,
         (x, topk_idx, topk_weights),
         results,
         expert_alignment=layout.expert_alignment,
         zero_tail=layout.zero_tail,
+        expanded=layout.expand,
     )
+    return *arrays, None if layout.expand else row_map
 
 
 def combine(
     layout: RouteLayout, y: jax.Array, weights: jax.Array, topk_idx: jax.Array, recv_rows: jax.Array
 ):
     """Target ``jax_ep_combine``, weighted, without scalars; as ``_reference.combine``."""
-    out, _ = _combine(layout, y, weights, _empty(y), topk_idx, recv_rows)
+    out, _ = _combine(layout, y, weights, _empty(y), topk_idx, recv_rows, expanded=True)
     return out
 
 
@@ -63,17 +67,17 @@ def combine_with_scalars(
     """Target ``jax_ep_combine``, unweighted, one float32 scalar of every row sent along.
 
     Args:
-        layout: static facts of the dispatch.
-        y: ``[capacity, H]``.
+        layout: static facts of the dispatch; ``expand`` tells which of the two shapes y has.
+        y: ``[capacity, H]``, expert-major, or ``[R * T, H]``, one row for each slot.
         row_scalars: float32 ``[capacity]``.
         topk_idx: int32 ``[T, K]``.
         recv_rows: int32 ``[R * T, K]``.
 
     Returns:
-        ``[T, H]``, the plain sum of a token's rows, and float32 ``[T, K]``, the scalar of entry (t,
-        k)'s row, 0 where there is none.
+        ``[T, H]``, the plain sum of a token's rows (of its slots on the ranks that kept any of its
+        rows), and float32 ``[T, K]``, the scalar of entry (t, k)'s row, 0 where there is none.
     """
-    return _combine(layout, y, _empty(y), row_scalars, topk_idx, recv_rows)
+    return _combine(layout, y, _empty(y), row_scalars, topk_idx, recv_rows, expanded=layout.expand)
 
 
 def combine_grad(
@@ -109,7 +113,7 @@ def combine_grad(
     )
 
 
-def _combine(layout, y, weights, row_scalars, topk_idx, recv_rows):
+def _combine(layout, y, weights, row_scalars, topk_idx, recv_rows, *, expanded):
     weighted, with_scalars = weights.size > 0, row_scalars.size > 0
     results = (
         ((topk_idx.shape[0], y.shape[1]), y.dtype),
@@ -117,7 +121,13 @@ def _combine(layout, y, weights, row_scalars, topk_idx, recv_rows):
     )
     operands = (y, weights, row_scalars, topk_idx, recv_rows)
     return _call(
-        "jax_ep_combine", layout, operands, results, weighted=weighted, with_scalars=with_scalars
+        "jax_ep_combine",
+        layout,
+        operands,
+        results,
+        weighted=weighted,
+        with_scalars=with_scalars,
+        expanded=expanded,
     )
 
 

@@ -23,11 +23,13 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
         topk_weights: float32 ``[T, K]``.
 
     Returns:
-        tokens ``[capacity, H]``, weights float32 ``[capacity]``, group_sizes and valid_sizes int32
-        ``[E_l]``, num_dropped int32 scalar, sanitised topk_idx int32 ``[T, K]``, recv_rows int32
-        ``[R * T, K]``.
+        tokens ``[capacity, H]`` (``[R * T, H]`` when not expanded), weights float32 ``[capacity]``,
+        group_sizes and valid_sizes int32 ``[E_l]``, num_dropped int32 scalar, sanitised topk_idx
+        int32 ``[T, K]``, recv_rows int32 ``[R * T, K]``, row_map int32 ``[capacity]`` (None when
+        expanded).
     """
-    num_tokens = topk_idx.shape[0]
+    num_tokens, num_experts_per_tok = topk_idx.shape
+    num_slots = layout.num_ranks * num_tokens
     if num_tokens == 0:
         # XLA gathers no empty arrays: one token for no expert takes the place of none.
         x, topk_weights = _append_zero(x), _append_zero(topk_weights)
@@ -47,11 +49,18 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
     num_entries = rows.shape[0]
     entry_of_row = jnp.full(layout.capacity, num_entries).at[_or_past_end(rows, layout.capacity)]
     entry_of_row = entry_of_row.set(jnp.arange(num_entries), mode="drop")
-    tokens = _append_zero(all_x)[entry_of_row // topk_idx.shape[1]].astype(x.dtype)
+    slot_of_row = entry_of_row // num_experts_per_tok
+    recv_rows = rows.reshape(all_idx.shape)[:num_slots]
+    if layout.expand:
+        tokens, row_map = _append_zero(all_x)[slot_of_row], None
+    else:
+        here = jnp.any(recv_rows >= 0, axis=1)
+        tokens = jnp.where(here[:, None], all_x[:num_slots], 0)
+        row_map = jnp.minimum(slot_of_row, num_slots).astype(jnp.int32)
     weights = _append_zero(all_weights.reshape(-1))[entry_of_row]
-    recv_rows = rows.reshape(all_idx.shape)[: layout.num_ranks * num_tokens]
+    sizes = (group_sizes, valid_sizes, num_dropped)
     topk_idx = topk_idx[:num_tokens]
-    return tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows
+    return tokens.astype(x.dtype), weights, *sizes, topk_idx, recv_rows, row_map
 
 
 def combine(

@@ -21,7 +21,7 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
 
 def _dispatch_fwd(layout, x, topk_idx, topk_weights):
     results = _primitives.dispatch(layout, x, topk_idx, topk_weights)
-    *_, sanitised_idx, recv_rows = results
+    *_, sanitised_idx, recv_rows, _ = results
     return results, (sanitised_idx, recv_rows)
 
 

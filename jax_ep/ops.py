@@ -25,6 +25,7 @@ def dispatch(
     capacity: int | None = None,
     expert_alignment: int = 1,
     zero_tail: bool = True,
+    expand: bool = True,
 ) -> Routed:
     """Sends every token to the ranks that hold its experts; call it inside ``jax.shard_map``.
 
@@ -39,7 +40,7 @@ def dispatch(
             entry outside [-1, E), and a token's later entry for an expert it already has, are
             treated as -1 and recorded for ``buffer.check()``.
         topk_weights: float32 ``[T, K]``.
-        capacity: rows of ``Routed.tokens``, static, a multiple of ``expert_alignment``. None stands
+        capacity: expert-major rows, static, a multiple of ``expert_alignment``. None stands
             for the most that can arrive, ``R * T * min(K, E_l)`` rows and ``E_l * (expert_alignment
             - 1)`` rows between segments, rounded up to a multiple and at least one multiple. Of a
             smaller capacity the rows past its end are dropped, which starves the last experts;
@@ -48,6 +49,11 @@ def dispatch(
             added rows are 0.
         zero_tail: whether the rows past the last segment are zero. False leaves them unspecified,
             which is faster and enough for ``jax.lax.ragged_dot`` and its like.
+        expand: True gives ``Routed.tokens`` as expert-major rows, ``[capacity, H]``. False keeps
+            one copy of each token, ``[R * T, H]``, and ``Routed.row_map`` says where each
+            expert-major row finds its token: for grouped matmuls that gather rows themselves. All
+            other fields, and what combine takes, are the same; slots without a row are zero
+            whatever ``zero_tail`` says.
 
     Returns:
         A Routed.
@@ -58,14 +64,13 @@ def dispatch(
     """
     _check_place("dispatch", buffer)
     _check_dispatch_arrays(buffer, x, topk_idx, topk_weights)
-    layout = _layout(buffer, jnp.shape(x)[0], capacity, expert_alignment, zero_tail)
+    layout = _layout(buffer, jnp.shape(x)[0], capacity, expert_alignment, zero_tail, expand)
     x, topk_idx, topk_weights = cast_varying(
         buffer.axis_names, jnp.asarray(x), jnp.asarray(topk_idx), jnp.asarray(topk_weights)
     )
     backend = _reference if buffer.backend == "reference" else _vjp
-    tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows = backend.dispatch(
-        layout, x, topk_idx, topk_weights
-    )
+    results = backend.dispatch(layout, x, topk_idx, topk_weights)
+    tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows, row_map = results
     handle = Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=layout)
     return Routed(
         tokens=tokens,
@@ -73,6 +78,7 @@ def dispatch(
         group_sizes=group_sizes,
         valid_sizes=valid_sizes,
         num_dropped=num_dropped,
+        row_map=row_map,
         handle=handle,
     )
 
@@ -86,8 +92,9 @@ def combine(buffer: Buffer, y: jax.Array, routed: Routed) -> jax.Array:
 
     Args:
         buffer: the Buffer that dispatched.
-        y: ``[capacity, H]`` in the config's dtype: one output row for each row of
-            ``routed.tokens``. Rows that hold no token are not read.
+        y: ``[capacity, H]`` in the config's dtype: one output row for each expert-major row, which
+            are those of ``routed.tokens``, or with ``expand=False`` of ``routed.row_map``. Rows
+            that hold no token are not read.
         routed: dispatch's result.
 
     Returns:
@@ -173,9 +180,10 @@ def _check_combine_arrays(buffer: Buffer, y: Any, routed: Any) -> None:
         )
     num_rows = _check_rows("y", y, buffer.config.dtype, "capacity", buffer.config.hidden)
     if num_rows != layout.capacity:
+        field = "routed.tokens" if layout.expand else "routed.row_map"
         raise EpUsageError(
-            f"y has {num_rows} rows, but routed.tokens has capacity={layout.capacity}; "
-            "pass one output row for each row of routed.tokens"
+            f"y has {num_rows} rows, but {field} has capacity={layout.capacity}; "
+            f"pass one output row for each row of {field}"
         )
     _check_array(
         "routed.weights", routed.weights, np.dtype(np.float32), (layout.capacity,), "[capacity]"
@@ -212,7 +220,12 @@ def _shape_and_dtype(name: str, array: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _layout(
-    buffer: Buffer, num_tokens: int, capacity: Any, expert_alignment: Any, zero_tail: Any
+    buffer: Buffer,
+    num_tokens: int,
+    capacity: Any,
+    expert_alignment: Any,
+    zero_tail: Any,
+    expand: Any,
 ) -> RouteLayout:
     alignment = positive_int("expert_alignment", expert_alignment, at_most=MAX_CAPACITY)
     if capacity is None:
@@ -230,8 +243,6 @@ def _layout(
             f"capacity={rows} is not a multiple of expert_alignment={alignment}; "
             f"pass {-(-rows // alignment) * alignment}"
         )
-    if not isinstance(zero_tail, (bool, np.bool_)):
-        raise EpUsageError(f"zero_tail={zero_tail!r} is a {type(zero_tail).__name__}; pass a bool")
     return RouteLayout(
         buffer_id=buffer.id,
         fingerprint=buffer.fingerprint,
@@ -240,5 +251,12 @@ def _layout(
         experts_per_rank=buffer.experts_per_rank,
         capacity=rows,
         expert_alignment=alignment,
-        zero_tail=bool(zero_tail),
+        zero_tail=_boolean("zero_tail", zero_tail),
+        expand=_boolean("expand", expand),
     )
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise EpUsageError(f"{name}={value!r} is a {type(value).__name__}; pass a bool")
+    return bool(value)

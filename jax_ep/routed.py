@@ -16,9 +16,10 @@ class RouteLayout:
         axis_names: the mesh axes along which the experts are split.
         num_ranks: R.
         experts_per_rank: E_l.
-        capacity: rows in ``tokens``.
+        capacity: expert-major rows, those of ``weights``.
         expert_alignment: A; every expert's segment is a multiple of A rows.
         zero_tail: whether rows past the last segment are zero (otherwise unspecified).
+        expand: whether ``tokens`` are expert-major rows (otherwise slots).
     """
 
     buffer_id: int
@@ -29,6 +30,7 @@ class RouteLayout:
     capacity: int
     expert_alignment: int
     zero_tail: bool
+    expand: bool
 
 
 @functools.partial(
@@ -43,9 +45,9 @@ class Handle:
     Attributes:
         topk_idx: int32 ``[T, K]``, this rank's experts; entries that name no expert, or one twice,
             are -1.
-        recv_rows: int32 ``[R * T, K]``: row of ``tokens`` that holds entry k of token t of source
-            rank s, at ``[s * T + t, k]``; -1 where that expert is not on this rank, or where the
-            row was dropped.
+        recv_rows: int32 ``[R * T, K]``: expert-major row of entry k of token t of source rank s, at
+            ``[s * T + t, k]``; -1 where that expert is not on this rank, or where the row was
+            dropped.
         layout: static facts.
     """
 
@@ -56,16 +58,28 @@ class Handle:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("tokens", "weights", "group_sizes", "valid_sizes", "num_dropped", "handle"),
+    data_fields=(
+        "tokens",
+        "weights",
+        "group_sizes",
+        "valid_sizes",
+        "num_dropped",
+        "row_map",
+        "handle",
+    ),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
 class Routed:
     """The tokens that a rank's experts received. Use ``dataclasses.replace`` to edit a field.
 
+    *Expert-major* rows: one segment of rows per local expert, in order; inside a segment ordered by
+    source rank, then token, then k.
+
     Attributes:
-        tokens: ``[capacity, H]`` in the buffer's dtype. One segment of rows per local expert, in
-            order; inside a segment ordered by source rank, then token, then k.
+        tokens: ``[capacity, H]`` in the buffer's dtype, expert-major. With ``expand=False``
+            ``[R * T, H]``: each token once, token t of source rank s in slot ``s * T + t``; slots
+            of which no row is on this rank, or of which all were dropped, are zero.
         weights: float32 ``[capacity]``, the entries' ``topk_weights``; 0 for rows that hold no
             token. ``combine`` multiplies by them, so editing them changes its result, and gradients
             flow through them.
@@ -74,6 +88,10 @@ class Routed:
         valid_sizes: int32 ``[E_l]``, rows of each segment that hold a token; equal to
             ``group_sizes`` when ``expert_alignment`` is 1.
         num_dropped: int32 scalar, rows of this rank that did not fit into ``capacity``.
+        row_map: with ``expand=False`` int32 ``[capacity]``, the slot in ``tokens`` of every
+            expert-major row, and ``R * T`` for rows that hold no token, so that
+            ``tokens.at[row_map].get(mode="fill", fill_value=0)`` are the expert-major rows;
+            otherwise None.
         handle: what ``combine`` needs to send the rows back.
     """
 
@@ -82,4 +100,5 @@ class Routed:
     group_sizes: jax.Array
     valid_sizes: jax.Array
     num_dropped: jax.Array
+    row_map: jax.Array | None
     handle: Handle

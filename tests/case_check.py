@@ -34,7 +34,8 @@ def everything(buffer, case):
 
         out, pull_combine = jax.vjp(bring_back, y, row_weights)
         d_y, d_row_weights = pull_combine(g)
-        return {
+        row_map = {} if case.expand else {"row_map": routed.row_map}
+        return row_map | {
             "tokens": routed.tokens,
             "weights": routed.weights,
             "group_sizes": routed.group_sizes,
@@ -68,19 +69,27 @@ def truth_of(case, inputs):
 
 
 def row_arrays(rng, case, truth):
-    """Random d_tokens, d_weights, y and row_weights; NaN in rows where no token is."""
+    """Random d_tokens, d_weights, y and row_weights; NaN in rows and slots where no token is."""
     shape = (case.R, case.rows, case.H)
     d_tokens, y = (cases.random_rows(rng, shape, case.dtype) for _ in range(2))
     d_weights, row_weights = (rng.normal(size=shape[:2]).astype(np.float32) for _ in range(2))
     for array in (d_tokens, d_weights, y, row_weights):
         array[~truth.holds_token] = np.nan
+    if not case.expand:
+        d_tokens = cases.random_rows(rng, (case.R, case.R * case.T, case.H), case.dtype)
+        d_tokens[(truth.recv_rows < 0).all(2)] = np.nan
     return d_tokens, d_weights, y, row_weights
 
 
 def written_rows(case, truth):
-    """Rows whose content is specified: all, or with a loose tail those of the segments."""
+    """Expert-major rows that are specified: all, or with a loose tail those of the segments."""
     written = np.arange(case.rows)[None] < truth.group_sizes.sum(1, keepdims=True)
     return written | case.zero_tail
+
+
+def written_tokens(case, truth):
+    """Rows of ``Routed.tokens`` that are specified: every slot, when not expanded."""
+    return written_rows(case, truth) if case.expand else np.ones(truth.recv_rows.shape[:2], bool)
 
 
 def assert_close(name, seen, expected, case):
@@ -132,18 +141,24 @@ def check_against_oracle(case, problem: Problem, results) -> None:
         np.testing.assert_array_equal(got[name].reshape(expected.shape), expected, err_msg=name)
     np.testing.assert_array_equal(got["num_dropped"][:, 0], truth.num_dropped)
     np.testing.assert_array_equal(got["weights"], truth.weights)
-    written = written_rows(case, truth)
+    expected_tokens = truth.tokens
+    if not case.expand:
+        expected_tokens, row_map = oracle.slots(truth, by_rank(problem.inputs.x, case))
+        np.testing.assert_array_equal(got["row_map"], row_map, err_msg="row_map")
+    written = written_tokens(case, truth)
     np.testing.assert_array_equal(
-        got["tokens"][written].astype(np.float64), truth.tokens[written], err_msg="tokens"
+        got["tokens"][written].astype(np.float64), expected_tokens[written], err_msg="tokens"
     )
 
     assert_close("out", got["out"], oracle.combine(truth, problem.y, problem.row_weights), case)
-    d_x, d_topk_weights = oracle.dispatch_gradients(truth, problem.d_tokens, problem.d_weights)
+    gradients_of = oracle.dispatch_gradients if case.expand else oracle.slot_gradients
+    d_x, d_topk_weights = gradients_of(truth, problem.d_tokens, problem.d_weights)
     assert_close("d_x", got["d_x"], d_x, case)
     np.testing.assert_array_equal(
         got["d_topk_weights"].reshape(d_topk_weights.shape), d_topk_weights
     )
     d_y, d_row_weights = oracle.combine_gradients(truth, problem.y, problem.row_weights, problem.g)
+    written = written_rows(case, truth)
     assert_close("d_y", got["d_y"][written], d_y[written], case)
     seen, scale = got["d_row_weights"], np.sqrt(case.H)
     np.testing.assert_allclose(seen, d_row_weights, rtol=1e-5, atol=1e-5 * scale)

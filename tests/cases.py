@@ -26,7 +26,7 @@ class Case:
         alignment: expert_alignment.
         load: capacity as a multiple of the mean number of rows per rank, T * K; None is the worst
             case.
-        zero_tail: as in dispatch.
+        zero_tail, expand: as in dispatch.
         routing: a function of this module's ``ROUTINGS``.
     """
 
@@ -41,6 +41,7 @@ class Case:
     alignment: int = 1
     load: float | None = None
     zero_tail: bool = True
+    expand: bool = True
     routing: str = "uniform"
 
     @property
@@ -62,7 +63,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of ``Routed.tokens``: the capacity given, or the documented default."""
+        """Expert-major rows: the capacity given, or the documented default."""
         if self.capacity is not None:
             return self.capacity
         most = self.R * self.T * min(self.K, self.experts_per_rank)
@@ -195,6 +196,18 @@ CASES = (
     Case(name="loose_tail", T=12, H=32, K=2, E=8, R=4, zero_tail=False),
     Case(name="loose_tail_aligned", T=12, H=16, K=2, E=8, R=2, zero_tail=False, alignment=4),
     Case(name="wide_rows", T=6, H=1024, K=2, E=8, R=4, dtype="bfloat16"),
+    Case(name="slots_one_rank", T=9, H=32, K=2, E=4, R=1, expand=False),
+    Case(name="slots_two_ranks_bf16", T=17, H=64, K=3, E=8, R=2, expand=False, dtype="bfloat16"),
+    Case(name="slots_three_ranks", T=11, H=24, K=3, E=9, R=3, expand=False, routing="empty_ranks"),
+    Case(name="slots_eight_f16", T=13, H=40, K=4, E=16, R=8, expand=False, dtype="float16"),
+    Case(name="slots_chunked", T=29, H=32, K=3, E=8, R=4, expand=False, chunk=8),
+    Case(name="slots_many_k", T=8, H=16, K=22, E=64, R=4, expand=False, routing="some_nobody"),
+    Case(name="slots_nobody", T=7, H=16, K=2, E=8, R=4, expand=False, routing="nobody"),
+    Case(name="slots_duplicates", T=14, H=16, K=6, E=8, R=4, expand=False, routing="duplicates"),
+    Case(name="slots_no_tokens", T=0, H=16, K=2, E=8, R=4, expand=False, alignment=4),
+    Case(name="slots_tail", T=9, H=16, K=2, E=8, R=2, expand=False, alignment=4, zero_tail=False),
+    Case(name="slots_drops", T=27, H=16, K=4, E=8, R=2, expand=False, load=0.4, alignment=4),
+    Case(name="slots_capacity_one", T=5, H=16, K=2, E=4, R=2, expand=False, load=0.01),
 )
 
 BENCHMARK_CASES = (

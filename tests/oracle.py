@@ -119,6 +119,22 @@ def clean(topk_idx, num_experts):
     return cleaned, out_of_range, duplicates
 
 
+def slots(dispatched: Dispatched, x):
+    """What dispatch gives without expansion for x ``[R, T, H]``: tokens and row_map.
+
+    Returns:
+        float64 ``[R, R * T, H]``, zero where no row of the token is on the rank, and ``[R,
+        capacity]``, R * T for rows that hold no token.
+    """
+    num_ranks, num_tokens, hidden = x.shape
+    tokens = np.zeros((num_ranks, num_ranks * num_tokens, hidden))
+    row_map = np.full(dispatched.weights.shape, num_ranks * num_tokens)
+    for rank, row, source, token, _ in dispatched.entries():
+        tokens[rank, source * num_tokens + token] = x[source, token]
+        row_map[rank, row] = source * num_tokens + token
+    return tokens, row_map
+
+
 def combine(dispatched: Dispatched, y, weights) -> np.ndarray:
     """Sums of weighted rows ``[R, T, H]`` for y ``[R, capacity, H]``, weights ``[R, capacity]``."""
     num_ranks, num_tokens, _ = dispatched.topk_idx.shape
@@ -136,6 +152,20 @@ def dispatch_gradients(dispatched: Dispatched, d_tokens, d_weights):
     for rank, row, source, token, k in dispatched.entries():
         d_x[source, token] += d_tokens[rank, row].astype(np.float64)
         d_topk_weights[source, token, k] = d_weights[rank, row]
+    return d_x, d_topk_weights
+
+
+def slot_gradients(dispatched: Dispatched, d_slots, d_weights):
+    """As dispatch_gradients, without expansion: d_slots is ``[R, R * T, H]``."""
+    num_ranks, num_tokens, _ = dispatched.topk_idx.shape
+    d_x = np.zeros((num_ranks, num_tokens, d_slots.shape[2]))
+    d_topk_weights = np.zeros(dispatched.topk_idx.shape)
+    sent = set()
+    for rank, row, source, token, k in dispatched.entries():
+        d_topk_weights[source, token, k] = d_weights[rank, row]
+        sent.add((rank, source, token))
+    for rank, source, token in sent:
+        d_x[source, token] += d_slots[rank, source * num_tokens + token].astype(np.float64)
     return d_x, d_topk_weights
 
 

@@ -52,7 +52,15 @@ def dispatch(buffer: jax_ep.Buffer, case: cases.Case, x, topk_idx, topk_weights)
         capacity=case.capacity,
         expert_alignment=case.alignment,
         zero_tail=case.zero_tail,
+        expand=case.expand,
     )
+
+
+def expert_rows(routed: jax_ep.Routed) -> jax.Array:
+    """The expert-major rows ``[capacity, H]`` of a Routed, gathered if it is not expanded."""
+    if routed.row_map is None:
+        return routed.tokens
+    return routed.tokens.at[routed.row_map].get(mode="fill", fill_value=0)
 
 
 def linear_moe(buffer: jax_ep.Buffer, case: cases.Case):
@@ -60,7 +68,7 @@ def linear_moe(buffer: jax_ep.Buffer, case: cases.Case):
 
     def layer(x, topk_idx, topk_weights, matrices):
         routed = dispatch(buffer, case, x, topk_idx, topk_weights)
-        y = jax.lax.ragged_dot(routed.tokens, matrices, routed.group_sizes)
+        y = jax.lax.ragged_dot(expert_rows(routed), matrices, routed.group_sizes)
         return jax_ep.combine(buffer, y.astype(x.dtype), routed)
 
     return layer

@@ -40,6 +40,7 @@ class Combine {
   bool receive_token(uint64_t epoch, int token, int slot);
   // Adds this rank's rows for token `token` of `source`, in k order.
   void add_rows(int source, int token, Terms* terms) const;
+  void add_slot(int source, int token, Terms* terms) const;
   float scalar_of(int source, int token, int k) const;
   int32_t row_of(int source, int token, int k) const;
   bool names(int token, int k, int rank) const;
@@ -111,11 +112,20 @@ int32_t Combine::row_of(int source, int token, int k) const {
 }
 
 void Combine::add_rows(int source, int token, Terms* terms) const {
+  if (!args_.expanded) return add_slot(source, token, terms);
   for (int k = 0; k < topk_; ++k) {
     const int32_t row = row_of(source, token, k);
     if (row < 0) continue;
     const float weight = args_.row_weights != nullptr ? args_.row_weights[row] : 1.0f;
     terms->add(args_.y + row * shape_.row_bytes, weight);
+  }
+}
+
+void Combine::add_slot(int source, int token, Terms* terms) const {
+  const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
+  for (int k = 0; k < topk_; ++k) {
+    if (row_of(source, token, k) < 0) continue;
+    return terms->add(args_.y + slot * shape_.row_bytes, 1.0f);
   }
 }
 

@@ -10,7 +10,7 @@
 namespace jax_ep {
 
 struct CombineArgs {
-  const char* y;             // [capacity, H]
+  const char* y;             // [capacity, H], or [R * T, H] if not expanded
   const float* row_weights;  // [capacity], or null: every weight is 1
   const float* row_scalars;  // [capacity], or null: no scalars travel
   const int32_t* topk_idx;   // [T, K], of this rank's tokens
@@ -21,6 +21,7 @@ struct CombineArgs {
   int64_t capacity;
   RowType row_type;
   int64_t hidden;
+  bool expanded = true;  // false: a slot that has rows adds its one row of y, with weight 1
 };
 
 // As run_dispatch.

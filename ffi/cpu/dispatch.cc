@@ -37,7 +37,9 @@ class Dispatch {
   void expand_own();
   bool receive_chunk(uint64_t epoch, TokenRange tokens);
   void expand_message(const char* from, int source, int token);
-  void expand(const char* row, int source, int token, int k, uint32_t route, float weight);
+  // Whether the row was placed.
+  bool expand(const char* row, int source, int token, int k, uint32_t route, float weight);
+  void fill_slot(const char* row, int source, int token);
   void zero_rows(int64_t begin, int64_t end);
 
   RankContext& context_;
@@ -185,6 +187,9 @@ void Dispatch::place_rows() {
   context_.bases = context_.received;
   std::fill_n(args_.recv_rows, num_handle_rows * shape_.num_experts_per_tok, -1);
   std::fill_n(args_.weights, args_.capacity, 0.0f);
+  if (args_.row_map != nullptr) {
+    std::fill_n(args_.row_map, args_.capacity, static_cast<int32_t>(num_handle_rows));
+  }
   int64_t begin = 0;
   int64_t dropped = 0;
   for (int expert = 0; expert < experts_per_rank_; ++expert) {
@@ -204,7 +209,7 @@ void Dispatch::place_rows() {
 
 void Dispatch::zero_rows(int64_t begin, int64_t end) {
   end = std::min(end, args_.capacity);
-  if (begin >= end) return;
+  if (begin >= end || args_.row_map != nullptr) return;
   std::memset(args_.tokens + begin * shape_.row_bytes, 0, (end - begin) * shape_.row_bytes);
 }
 
@@ -213,12 +218,15 @@ void Dispatch::expand_own() {
   const int rank = session_.rank();
   for (int token = 0; token < args_.num_tokens; ++token) {
     const int64_t first = static_cast<int64_t>(token) * topk;
+    const char* row = args_.x + token * shape_.row_bytes;
+    bool placed = false;
     for (int k = 0; k < topk; ++k) {
       const int32_t expert = args_.clean_topk_idx[first + k];
       if (expert < 0 || rank_of(expert) != rank) continue;
-      expand(args_.x + token * shape_.row_bytes, rank, token, k, context_.routes[first + k],
-             args_.topk_weights[first + k]);
+      placed |=
+          expand(row, rank, token, k, context_.routes[first + k], args_.topk_weights[first + k]);
     }
+    fill_slot(placed ? row : nullptr, rank, token);
   }
 }
 
@@ -243,6 +251,8 @@ bool Dispatch::receive_chunk(uint64_t epoch, TokenRange tokens) {
           const int64_t message = layout_.dispatch_message(parity, source, next[step]);
           expand_message(session_.window().data(session_.rank(), message), source,
                          tokens.begin + next[step]);
+        } else {
+          fill_slot(nullptr, source, tokens.begin + next[step]);
         }
         ++next[step];
         progress = true;
@@ -261,26 +271,46 @@ bool Dispatch::receive_chunk(uint64_t epoch, TokenRange tokens) {
 }
 
 void Dispatch::expand_message(const char* from, int source, int token) {
+  bool placed = false;
   for (int k = 0; k < shape_.num_experts_per_tok; ++k) {
     RouteEntry entry;
     std::memcpy(&entry, from + message_.entry_offset(k), sizeof(entry));
-    if (entry.route != kNoRoute) expand(from, source, token, k, entry.route, entry.weight);
+    if (entry.route == kNoRoute) continue;
+    placed |= expand(from, source, token, k, entry.route, entry.weight);
   }
+  fill_slot(placed ? from : nullptr, source, token);
 }
 
-void Dispatch::expand(const char* row, int source, int token, int k, uint32_t route, float weight) {
+bool Dispatch::expand(const char* row, int source, int token, int k, uint32_t route, float weight) {
   // Routes come from a peer's memory: whatever they hold, they must not address past our arrays.
   const int expert = route_expert(route);
   const int index = route_index(route);
-  if (expert >= experts_per_rank_) return;
+  if (expert >= experts_per_rank_) return false;
   const int64_t pair = static_cast<int64_t>(expert) * session_.num_ranks() + source;
-  if (index >= context_.received[pair]) return;
+  if (index >= context_.received[pair]) return false;
   const int64_t to = int64_t{context_.bases[pair]} + index;
-  if (to < 0 || to >= args_.capacity) return;  // dropped: counted in place_rows
-  std::memcpy(args_.tokens + to * shape_.row_bytes, row, shape_.row_bytes);
-  args_.weights[to] = weight;
+  if (to < 0 || to >= args_.capacity) return false;  // dropped: counted in place_rows
   const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
+  if (args_.row_map == nullptr) {
+    std::memcpy(args_.tokens + to * shape_.row_bytes, row, shape_.row_bytes);
+  } else {
+    args_.row_map[to] = static_cast<int32_t>(slot);
+  }
+  args_.weights[to] = weight;
   args_.recv_rows[slot * shape_.num_experts_per_tok + k] = static_cast<int32_t>(to);
+  return true;
+}
+
+// Without expansion every slot is written exactly once; null: nothing of the token stayed here.
+void Dispatch::fill_slot(const char* row, int source, int token) {
+  if (args_.row_map == nullptr) return;
+  const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
+  char* to = args_.tokens + slot * shape_.row_bytes;
+  if (row != nullptr) {
+    std::memcpy(to, row, shape_.row_bytes);
+  } else {
+    std::memset(to, 0, shape_.row_bytes);
+  }
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Dispatch on CPU: every token's row to the ranks that hold its experts, laid out expert-major
-// there.
+// Dispatch on CPU: every token's row to the ranks that hold its experts, laid out there
+// expert-major or, with a row map, once in its slot.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct DispatchArgs {
   const char* x;              // [T, H]
   const int32_t* topk_idx;    // [T, K]
   const float* topk_weights;  // [T, K]
-  char* tokens;               // [capacity, H]
+  char* tokens;               // [capacity, H], or with row_map [R * T, H]
   float* weights;             // [capacity]
   int32_t* group_sizes;       // [E_l], aligned
   int32_t* valid_sizes;       // [E_l]
@@ -25,6 +25,7 @@ struct DispatchArgs {
   int64_t capacity;
   int64_t expert_alignment;
   bool zero_tail;
+  int32_t* row_map = nullptr;  // [capacity], slots; null: tokens are expert-major
 };
 
 // Carries out the epochs from `first_epoch` on. False when a wait was given up; a record is filed.

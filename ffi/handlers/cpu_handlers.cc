@@ -52,7 +52,8 @@ ffi::Future dispatch(const CpuCall& call, const DispatchOperands& operands) {
                           operands.num_tokens(),
                           operands.capacity(),
                           operands.expert_alignment,
-                          operands.zero_tail};
+                          operands.zero_tail,
+                          operands.expanded ? nullptr : data<int32_t>(operands.row_map)};
   Operation operation = make_operation(call, *resolved.buffer, kDispatchChannel, operands);
   operation.run = [args](RankContext& context, const OpTag& tag, uint64_t first_epoch) {
     return run_dispatch(context, args, tag, first_epoch);
@@ -73,7 +74,8 @@ ffi::Future combine(const CpuCall& call, const CombineOperands& operands) {
                          operands.num_tokens(),
                          operands.capacity(),
                          operands.row_type(),
-                         resolved.buffer->options().hidden};
+                         resolved.buffer->options().hidden,
+                         operands.expanded};
   Operation operation = make_operation(call, *resolved.buffer, kCombineChannel, operands);
   operation.run = [args](RankContext& context, const OpTag& tag, uint64_t first_epoch) {
     return run_combine(context, args, tag, first_epoch);

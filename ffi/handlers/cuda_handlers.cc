@@ -52,6 +52,13 @@ void require_alignment(CudaResolved& resolved, const char* op, int64_t expert_al
                    std::to_string(kMaxAlignment) + " that GPUs take. Lower expert_alignment.";
 }
 
+void require_expanded(CudaResolved& resolved, const char* op, bool expanded) {
+  if (!resolved.error.empty() || expanded) return;
+  resolved.error = std::string("EpUsageError: ") + op +
+                   ": expand=False is not offered on GPUs by this build. Pass expand=True, or make "
+                   "the Buffer with backend=\"reference\".";
+}
+
 // What the kernels' parameters have in common. plan: plan_<op>() of the op.
 template <class Params, class Operands, class Plan>
 Params make_params(const CudaCall& call, const CudaResolved& resolved, Channel channel,
@@ -91,6 +98,7 @@ ffi::Error launch_on(const CudaCall& call, CudaBuffer& buffer, const Params& par
 ffi::Error dispatch(const CudaCall& call, const DispatchOperands& operands) {
   CudaResolved resolved = admit(call, OpKind::kDispatch, operands);
   require_alignment(resolved, "dispatch", operands.expert_alignment);
+  require_expanded(resolved, "dispatch", operands.expanded);
   if (!resolved.error.empty()) return to_error(resolved.error);
   const DeviceGuard guard(call.device_ordinal);
   auto params =
@@ -110,6 +118,7 @@ ffi::Error dispatch(const CudaCall& call, const DispatchOperands& operands) {
 
 ffi::Error combine(const CudaCall& call, const CombineOperands& operands) {
   CudaResolved resolved = admit(call, OpKind::kCombine, operands);
+  require_expanded(resolved, "combine", operands.expanded);
   if (!resolved.error.empty()) return to_error(resolved.error);
   const DeviceGuard guard(call.device_ordinal);
   auto params = make_params<CombineParams>(call, resolved, kCombineChannel, operands, plan_combine);

@@ -17,6 +17,8 @@ int64_t dim(const AnyBuffer& buffer, size_t axis) {
   return axis < dims.size() ? dims[axis] : 0;
 }
 
+constexpr uint32_t kNotExpanded = 0x400;  // in a tag's variant
+
 OpTag make_tag(OpKind op, int num_tokens, uint32_t variant, const Site& site) {
   return {op, static_cast<uint32_t>(num_tokens), variant, site.number};
 }
@@ -35,53 +37,57 @@ void expect_rows(ShapeCheck& check, const BufferShape& shape, const AnyBuffer& r
 }  // namespace
 
 int DispatchOperands::num_tokens() const { return static_cast<int>(dim(x, 0)); }
-int64_t DispatchOperands::capacity() const { return dim(tokens, 0); }
+int64_t DispatchOperands::capacity() const { return dim(weights, 0); }
 RowType DispatchOperands::row_type() const { return *row_type_of(x.element_type()); }
 
 OpTag DispatchOperands::tag(const Site& site) const {
-  return make_tag(OpKind::kDispatch, num_tokens(), static_cast<uint32_t>(x.element_type()), site);
+  const uint32_t variant = static_cast<uint32_t>(x.element_type()) | (expanded ? 0u : kNotExpanded);
+  return make_tag(OpKind::kDispatch, num_tokens(), variant, site);
 }
 
 std::string DispatchOperands::error(const BufferShape& shape) const {
   const DataType type = x.element_type();
   const int64_t topk = shape.window.num_experts_per_tok;
   const int64_t num_local = shape.window.experts_per_rank();
+  const int64_t num_slots = int64_t{shape.window.num_ranks} * num_tokens();
   ShapeCheck check("dispatch");
   expect_rows(check, shape, rank, x, num_tokens());
   check.expect("x", x, type, {num_tokens(), shape.hidden});
   check.expect("topk_idx", topk_idx, DataType::S32, {num_tokens(), topk});
   check.expect("topk_weights", topk_weights, DataType::F32, {num_tokens(), topk});
-  check.expect("tokens", tokens, type, {capacity(), shape.hidden});
+  check.expect("tokens", tokens, type, {expanded ? capacity() : num_slots, shape.hidden});
   check.expect("weights", weights, DataType::F32, {capacity()});
   check.expect("group_sizes", group_sizes, DataType::S32, {num_local});
   check.expect("valid_sizes", valid_sizes, DataType::S32, {num_local});
   check.expect("num_dropped", num_dropped, DataType::S32, {});
   check.expect("clean topk_idx", clean_topk_idx, DataType::S32, {num_tokens(), topk});
-  check.expect("recv_rows", recv_rows, DataType::S32,
-               {int64_t{shape.window.num_ranks} * num_tokens(), topk});
+  check.expect("recv_rows", recv_rows, DataType::S32, {num_slots, topk});
+  check.expect("row_map", row_map, DataType::S32, {expanded ? 0 : capacity()});
   check.expect_true("a positive expert_alignment", expert_alignment > 0);
   return check.error();
 }
 
 int CombineOperands::num_tokens() const { return static_cast<int>(dim(topk_idx, 0)); }
-int64_t CombineOperands::capacity() const { return dim(y, 0); }
+int64_t CombineOperands::capacity() const { return dim(expanded ? y : row_scalars, 0); }
 RowType CombineOperands::row_type() const { return *row_type_of(y.element_type()); }
 
 OpTag CombineOperands::tag(const Site& site) const {
   const uint32_t variant = static_cast<uint32_t>(y.element_type()) | (weighted ? 0x100u : 0u) |
-                           (with_scalars ? 0x200u : 0u);
+                           (with_scalars ? 0x200u : 0u) | (expanded ? 0u : kNotExpanded);
   return make_tag(OpKind::kCombine, num_tokens(), variant, site);
 }
 
 std::string CombineOperands::error(const BufferShape& shape) const {
   const DataType type = y.element_type();
   const int64_t topk = shape.window.num_experts_per_tok;
+  const int64_t num_slots = int64_t{shape.window.num_ranks} * num_tokens();
   ShapeCheck check("combine");
   expect_rows(check, shape, rank, y, num_tokens());
-  check.expect("y", y, type, {capacity(), shape.hidden});
+  check.expect_true("scalars and no weights for a y of slots",
+                    expanded || (with_scalars && !weighted));
+  check.expect("y", y, type, {expanded ? capacity() : num_slots, shape.hidden});
   check.expect("topk_idx", topk_idx, DataType::S32, {num_tokens(), topk});
-  check.expect("recv_rows", recv_rows, DataType::S32,
-               {int64_t{shape.window.num_ranks} * num_tokens(), topk});
+  check.expect("recv_rows", recv_rows, DataType::S32, {num_slots, topk});
   check.expect("row_weights", row_weights, DataType::F32, {weighted ? capacity() : 0});
   check.expect("row_scalars", row_scalars, DataType::F32, {with_scalars ? capacity() : 0});
   check.expect("out", out, type, {num_tokens(), shape.hidden});

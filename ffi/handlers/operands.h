@@ -29,9 +29,10 @@ BufferShape shape_of(const WindowShape& window, const Options& options) {
 struct DispatchOperands {
   xla::ffi::AnyBuffer rank, x, topk_idx, topk_weights;
   xla::ffi::AnyBuffer tokens, weights, group_sizes, valid_sizes, num_dropped, clean_topk_idx,
-      recv_rows;
+      recv_rows, row_map;
   int64_t expert_alignment;
   bool zero_tail;
+  bool expanded;
 
   int num_tokens() const;
   int64_t capacity() const;
@@ -46,6 +47,7 @@ struct CombineOperands {
   xla::ffi::AnyBuffer out, scalars;
   bool weighted;
   bool with_scalars;
+  bool expanded;  // y has expert-major rows; otherwise one row for each slot, and scalars travel
 
   int num_tokens() const;
   int64_t capacity() const;
@@ -87,7 +89,7 @@ template <class Context, class Result,
           Result (*run)(const HandlerCall<Context>&, const DispatchOperands&)>
 Result decode_dispatch(Site* site, Context context, int32_t ordinal, int64_t buffer_id,
                        int64_t fingerprint, int64_t expert_alignment, int64_t zero_tail,
-                       xla::ffi::AnyBuffer rank, xla::ffi::AnyBuffer x,
+                       int64_t expanded, xla::ffi::AnyBuffer rank, xla::ffi::AnyBuffer x,
                        xla::ffi::AnyBuffer topk_idx, xla::ffi::AnyBuffer topk_weights,
                        xla::ffi::Result<xla::ffi::AnyBuffer> tokens,
                        xla::ffi::Result<xla::ffi::AnyBuffer> weights,
@@ -95,16 +97,18 @@ Result decode_dispatch(Site* site, Context context, int32_t ordinal, int64_t buf
                        xla::ffi::Result<xla::ffi::AnyBuffer> valid_sizes,
                        xla::ffi::Result<xla::ffi::AnyBuffer> num_dropped,
                        xla::ffi::Result<xla::ffi::AnyBuffer> clean_topk_idx,
-                       xla::ffi::Result<xla::ffi::AnyBuffer> recv_rows) {
-  return run({site, context, ordinal, {buffer_id, fingerprint}},
-             {rank, x, topk_idx, topk_weights, *tokens, *weights, *group_sizes, *valid_sizes,
-              *num_dropped, *clean_topk_idx, *recv_rows, expert_alignment, zero_tail != 0});
+                       xla::ffi::Result<xla::ffi::AnyBuffer> recv_rows,
+                       xla::ffi::Result<xla::ffi::AnyBuffer> row_map) {
+  return run(
+      {site, context, ordinal, {buffer_id, fingerprint}},
+      {rank, x, topk_idx, topk_weights, *tokens, *weights, *group_sizes, *valid_sizes, *num_dropped,
+       *clean_topk_idx, *recv_rows, *row_map, expert_alignment, zero_tail != 0, expanded != 0});
 }
 
 template <class Context, class Result,
           Result (*run)(const HandlerCall<Context>&, const CombineOperands&)>
 Result decode_combine(Site* site, Context context, int32_t ordinal, int64_t buffer_id,
-                      int64_t fingerprint, int64_t weighted, int64_t with_scalars,
+                      int64_t fingerprint, int64_t weighted, int64_t with_scalars, int64_t expanded,
                       xla::ffi::AnyBuffer rank, xla::ffi::AnyBuffer y,
                       xla::ffi::AnyBuffer row_weights, xla::ffi::AnyBuffer row_scalars,
                       xla::ffi::AnyBuffer topk_idx, xla::ffi::AnyBuffer recv_rows,
@@ -112,7 +116,7 @@ Result decode_combine(Site* site, Context context, int32_t ordinal, int64_t buff
                       xla::ffi::Result<xla::ffi::AnyBuffer> scalars) {
   return run({site, context, ordinal, {buffer_id, fingerprint}},
              {rank, y, row_weights, row_scalars, topk_idx, recv_rows, *out, *scalars, weighted != 0,
-              with_scalars != 0});
+              with_scalars != 0, expanded != 0});
 }
 
 template <class Context, class Result,
@@ -155,15 +159,17 @@ auto bind_buffers(Binding&& binding) {
 
 template <class ContextBinding>
 auto bind_dispatch() {
-  return bind_buffers<4, 7>(bind_call<ContextBinding>()
+  return bind_buffers<4, 8>(bind_call<ContextBinding>()
                                 .template Attr<int64_t>("expert_alignment")
-                                .template Attr<int64_t>("zero_tail"));
+                                .template Attr<int64_t>("zero_tail")
+                                .template Attr<int64_t>("expanded"));
 }
 template <class ContextBinding>
 auto bind_combine() {
   return bind_buffers<6, 2>(bind_call<ContextBinding>()
                                 .template Attr<int64_t>("weighted")
-                                .template Attr<int64_t>("with_scalars"));
+                                .template Attr<int64_t>("with_scalars")
+                                .template Attr<int64_t>("expanded"));
 }
 template <class ContextBinding>
 auto bind_combine_grad() {

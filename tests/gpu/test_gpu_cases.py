@@ -15,10 +15,13 @@ TABLE += [(cases.BY_NAME[name], 1) for name in ON_ONE_RANK]
 
 def specified(case, problem, results) -> dict[str, np.ndarray]:
     """Results without the rows that a loose tail leaves unspecified."""
-    written = case_check.written_rows(case, problem.truth)
+    written = {
+        "tokens": case_check.written_tokens(case, problem.truth),
+        "d_y": case_check.written_rows(case, problem.truth),
+    }
     return {
-        name: case_check.by_rank(array, case)[written]
-        if name in ("tokens", "d_y")
+        name: case_check.by_rank(array, case)[written[name]]
+        if name in written
         else np.asarray(array)
         for name, array in results.items()
     }

@@ -1,5 +1,7 @@
 """vmap makes one call after another, inside and outside shard_map, and keeps gradients."""
 
+import dataclasses
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -12,19 +14,21 @@ from jax.sharding import PartitionSpec
 import jax_ep
 
 CASE = cases.Case(name="vmap", T=4, H=16, K=2, E=8, R=4)
+SLOTS = dataclasses.replace(CASE, name="vmap_slots", expand=False)
 BATCH = 3
 
 
-def layer_on(buffer):
+def layer_on(buffer, case=CASE):
     """Rows times the number of their expert, so that routing matters; ragged_dot has no vmap."""
 
     def layer(x, topk_idx, topk_weights):
-        routed = programs.dispatch(buffer, CASE, x, topk_idx, topk_weights)
+        routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
+        rows = programs.expert_rows(routed)
         first = jax.lax.axis_index("expert") * CASE.experts_per_rank
         ends = jnp.cumsum(routed.group_sizes)
-        row = jnp.arange(routed.tokens.shape[0])
+        row = jnp.arange(rows.shape[0])
         expert = first + jnp.sum(row[:, None] >= ends[None, :], axis=1)
-        return jax_ep.combine(buffer, routed.tokens * (1.0 + expert[:, None]), routed)
+        return jax_ep.combine(buffer, rows * (1.0 + expert[:, None]), routed)
 
     return layer
 
@@ -44,13 +48,14 @@ def problem(rng):
     return stacked, g, dense
 
 
+@pytest.mark.parametrize("case", [CASE, SLOTS], ids=lambda case: case.name)
 @pytest.mark.parametrize(
     ("backend", "place"), [("reference", "inside"), ("native", "inside"), ("native", "outside")]
 )
-def test_batched_everything_with_gradients(backend, rng, place):
+def test_batched_everything_with_gradients(backend, rng, place, case):
     (x, topk_idx, topk_weights), g, dense = problem(rng)
     with programs.make_buffer(CASE, backend) as buffer:
-        layer = layer_on(buffer)
+        layer = layer_on(buffer, case)
         if place == "inside":
             spec = PartitionSpec(None, "expert")
             run = programs.sharded(buffer, jax.vmap(layer), in_specs=spec, out_specs=spec)
