@@ -16,12 +16,13 @@ import pytest
 from fault_programs import compiled, sharded_routed
 
 import jax_ep
+from jax_ep import _primitives
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
-def small_case(num_ranks):
-    return cases.Case(name="corrupt", T=11, H=16, K=4, E=24, R=num_ranks, chunk=4)
+def small_case(num_ranks, expand=True):
+    return cases.Case(name="corrupt", T=11, H=16, K=4, E=24, R=num_ranks, chunk=4, expand=expand)
 
 
 def integers(rng, *shape):
@@ -35,10 +36,12 @@ def garbage(rng, shape, most):
     return np.where(rng.random(shape) < 0.25, far, near).astype(np.int32)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_corrupt_topk_idx(rng, num_ranks, backend):
+@pytest.mark.parametrize(
+    ("num_ranks", "expand"), [(1, True), (2, True), (4, True), (8, True), (1, False), (4, False)]
+)
+def test_corrupt_topk_idx(rng, num_ranks, expand, backend):
     """Treated as -1, counted, reported once; everything else as if they had been -1."""
-    case = small_case(num_ranks)
+    case = small_case(num_ranks, expand)
     x = integers(rng, case.R * case.T, case.H)
     weights = integers(rng, case.R * case.T, case.K)
     topk_idx = garbage(rng, (case.R * case.T, case.K), case.E)
@@ -50,11 +53,13 @@ def test_corrupt_topk_idx(rng, num_ranks, backend):
         num_experts=case.E,
         capacity=case.rows,
     )
+    slots, row_map = oracle.slots(truth, x.reshape(*shape, case.H))
     with programs.make_buffer(case, backend) as buffer:
         run = compiled(buffer, lambda *shards: sharded_routed(buffer, case, *shards))
         routed = jax.block_until_ready(run(x, topk_idx, weights))
+        rows = [(routed.tokens, slots), (routed.row_map, row_map)]
         for seen, expected in (
-            (routed.tokens, truth.tokens),
+            *([(routed.tokens, truth.tokens)] if expand else rows),
             (routed.weights, truth.weights),
             (routed.group_sizes, truth.group_sizes),
             (routed.valid_sizes, truth.valid_sizes),
@@ -151,6 +156,45 @@ def test_corrupt_handles(rng, num_ranks):
         assert np.isfinite(d_y).all()
         assert np.isfinite(d_weights).all()
         assert buffer.check() is None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_corrupt_handles_of_slots(rng, num_ranks):
+    """The gradient of an unexpanded dispatch, given a handle that no dispatch made."""
+    case = small_case(num_ranks, expand=False)
+    d_slots = integers(rng, case.R, case.R * case.T, case.H)
+    d_weights = integers(rng, case.R, case.rows)
+    topk_idx = garbage(rng, (case.R, case.T, case.K), case.E)
+    recv_rows = garbage(rng, (case.R, case.R * case.T, case.K), case.rows)
+    recv_rows[rng.random(recv_rows.shape[:2]) < 0.3] = -1
+
+    def program(x, idx, *corrupt):
+        routed = programs.dispatch(buffer, case, x, idx, jnp.ones(idx.shape, jnp.float32))
+        return _primitives.combine_with_scalars(routed.handle.layout, *corrupt)
+
+    inputs = cases.make_inputs(case, rng)
+    flat = [a.reshape(-1, *a.shape[2:]) for a in (d_slots, d_weights, topk_idx, recv_rows)]
+    with programs.make_buffer(case, "native") as buffer:
+        run = compiled(buffer, program)
+        results = jax.block_until_ready(run(inputs.x, inputs.topk_idx, *flat))
+        d_x, scalars = (gathered(case, array) for array in results)
+        assert buffer.check() is None
+
+    right_x, right_scalars = np.zeros(d_x.shape), np.zeros(scalars.shape)
+    for rank, token in np.ndindex(case.R, case.T):
+        owners = [owner(case, int(expert)) for expert in topk_idx[rank, token]]
+        slot = rank * case.T + token
+        for peer in set(owners) - {-1}:
+            if any(0 <= row < case.rows for row in recv_rows[peer, slot]):
+                right_x[rank, token] += d_slots[peer, slot]
+        for k, peer in enumerate(owners):
+            row = recv_rows[peer, slot, k]
+            if peer >= 0 and 0 <= row < case.rows:
+                right_scalars[rank, token, k] = d_weights[peer, row]
+    assert right_x.any()
+    assert right_scalars.any()
+    np.testing.assert_array_equal(d_x, right_x)
+    np.testing.assert_array_equal(scalars, right_scalars)
 
 
 def test_all_entries_far_outside(rng, backend):

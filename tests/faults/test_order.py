@@ -33,17 +33,17 @@ def inputs_of(rng, case):
     return [jnp.asarray(a) for a in (inputs.x, inputs.topk_idx, inputs.topk_weights)]
 
 
-def layer(buffer, x, topk_idx, topk_weights):
+def layer(buffer, x, topk_idx, topk_weights, expand=True):
     """Dispatch, something for the experts to do, combine."""
-    routed = jax_ep.dispatch(buffer, x, topk_idx, topk_weights)
-    return jax_ep.combine(buffer, jnp.tanh(routed.tokens), routed)
+    routed = jax_ep.dispatch(buffer, x, topk_idx, topk_weights, expand=expand)
+    return jax_ep.combine(buffer, jnp.tanh(programs.expert_rows(routed)), routed)
 
 
-def gradients(buffer):
+def gradients(buffer, expand=True):
     """Value and gradients of a layer: all three native operations, two of them on one channel."""
 
     def loss(x, topk_weights, topk_idx):
-        return jnp.sum(layer(buffer, x, topk_idx, topk_weights) ** 2)
+        return jnp.sum(layer(buffer, x, topk_idx, topk_weights, expand) ** 2)
 
     def program(x, topk_idx, topk_weights):
         value, pulled = jax.value_and_grad(loss, argnums=(0, 1))(x, topk_weights, topk_idx)
@@ -175,10 +175,11 @@ def test_a_hundred_executions_queued_end_in_an_error_and_not_in_a_hang():
         assert not outputs[-1].startswith("0 "), "XLA carried all: the error was not tried"
 
 
-def test_bits_do_not_depend_on_the_interleaving(rng):
+@pytest.mark.parametrize("expand", [True, False])
+def test_bits_do_not_depend_on_the_interleaving(rng, expand):
     case = cases.Case(name="interleaved", T=21, H=40, K=4, E=16, R=8, chunk=5, dtype="bfloat16")
     with programs.make_buffer(case, "native", timeout_s=TIMEOUT_S) as buffer:
-        run, batch = gradients(buffer), inputs_of(rng, case)
+        run, batch = gradients(buffer, expand), inputs_of(rng, case)
         calm = bits(run(*batch))
         assert bits(run(*batch)) == calm
         for longest in (200, 2000):

@@ -76,6 +76,8 @@ BAD_OPTIONS = [
     ({"expert_alignment": True}, "expert_alignment=True is a bool", "pass a positive int"),
     ({"zero_tail": 1}, "zero_tail=1 is a int", "pass a bool"),
     ({"zero_tail": None}, "zero_tail=None", "pass a bool"),
+    ({"expand": 0}, "expand=0 is a int", "pass a bool"),
+    ({"expand": "no"}, "expand='no' is a str", "pass a bool"),
 ]
 
 
@@ -182,6 +184,20 @@ def test_bad_combine(live, rng, change, named, remedy):
     buffer, layer = live
     with pytest.raises(jax_ep.EpUsageError, match=f"(?s){named}.*{remedy}"):
         combine_with(buffer, change)
+    still_right(layer, rng)
+
+
+def test_slots_are_no_expert_outputs(live, rng):
+    """Combine's y has expert-major rows, also when tokens are slots."""
+    buffer, layer = live
+
+    def program(x, topk_idx, topk_weights):
+        routed = jax_ep.dispatch(buffer, x, topk_idx, topk_weights, capacity=8, expand=False)
+        return jax_ep.combine(buffer, routed.tokens, routed)
+
+    message = "y has 24 rows, but routed.row_map has capacity=8; pass one output row for each row"
+    with pytest.raises(jax_ep.EpUsageError, match=message):
+        jax.jit(programs.sharded(buffer, program))(*arguments())
     still_right(layer, rng)
 
 

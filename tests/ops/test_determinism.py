@@ -17,6 +17,7 @@ RUNS = [
     ("native", "chunked"),
     ("native", "drops_aligned"),
     ("native", "many_k"),
+    ("native", "slots_drops"),
 ]
 
 
@@ -29,8 +30,9 @@ def round_trip(buffer, case, *, delayed=False):
             grown = jax.lax.fori_loop(0, 2_000 * (rank + 1), lambda _, v: jnp.cos(v), x[:1, :1])
             x = jnp.where(grown[0, 0] > 2, x + 1, x)  # cos never exceeds 1
         routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
-        y = routed.tokens * jnp.asarray(1.3, x.dtype)
-        return routed.tokens, routed.weights, routed.handle, jax_ep.combine(buffer, y, routed)
+        y = programs.expert_rows(routed) * jnp.asarray(1.3, x.dtype)
+        given = dataclasses.replace(routed, num_dropped=routed.num_dropped[None])
+        return given, jax_ep.combine(buffer, y, routed)
 
     return jax.jit(programs.sharded(buffer, program))
 
@@ -77,7 +79,7 @@ def test_neighbours_do_not_matter(backend, rng, name):
     assert outs[0].tobytes() != outs[1].tobytes()
 
 
-@pytest.mark.parametrize("name", ["two_ranks", "some_nobody"])
+@pytest.mark.parametrize("name", ["two_ranks", "some_nobody", "slots_many_k"])
 def test_chunks_do_not_matter(rng, name):
     """How many tokens an epoch carries is invisible in the results."""
     case = cases.BY_NAME[name]

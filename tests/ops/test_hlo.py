@@ -1,6 +1,7 @@
 """What XLA makes of the operations: the expected custom calls, no collectives, no copies."""
 
 import collections
+import dataclasses
 import re
 
 import cases
@@ -13,13 +14,15 @@ import jax_ep
 
 # Sizes that no other array of these programs has, so that a shape tells whose array it is.
 CASE = cases.Case(name="hlo", T=7, H=48, K=3, E=8, R=4, load=1.9)
+SLOTS = dataclasses.replace(CASE, name="hlo_slots", expand=False)
+BOTH = pytest.mark.parametrize("case", [CASE, SLOTS], ids=lambda case: case.name)
 COLLECTIVES = r"\b(all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)"
 
 
-def forward(buffer):
+def forward(buffer, case=CASE):
     def program(x, topk_idx, topk_weights):
-        routed = programs.dispatch(buffer, CASE, x, topk_idx, topk_weights)
-        return jax_ep.combine(buffer, jnp.tanh(routed.tokens), routed)
+        routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
+        return jax_ep.combine(buffer, jnp.tanh(programs.expert_rows(routed)), routed)
 
     return programs.sharded(buffer, program)
 
@@ -43,9 +46,10 @@ def copies_of_rows(text):
     return re.findall(rf"= {shape} (?:copy|transpose)\(.*", text)
 
 
-def test_native_forward_is_two_calls_and_nothing_else():
+@BOTH
+def test_native_forward_is_two_calls_and_nothing_else(case):
     with programs.make_buffer(CASE, "native") as buffer:
-        text = compiled_text(forward(buffer))
+        text = compiled_text(forward(buffer, case))
     assert custom_calls(text) == {"jax_ep_dispatch": 1, "jax_ep_combine": 1}
     assert not re.findall(COLLECTIVES, text)
     assert not copies_of_rows(text)
@@ -63,9 +67,10 @@ def test_copies_would_be_found():
     assert copies_of_rows(text)
 
 
-def test_native_backward_calls():
+@BOTH
+def test_native_backward_calls(case):
     def loss(x, topk_idx, topk_weights):
-        return jnp.sum(forward(buffer)(x, topk_idx, topk_weights) ** 2)
+        return jnp.sum(forward(buffer, case)(x, topk_idx, topk_weights) ** 2)
 
     with programs.make_buffer(CASE, "native") as buffer:
         text = compiled_text(jax.value_and_grad(loss, argnums=(0, 2)))

@@ -1,5 +1,6 @@
 """Outputs written into memory full of NaN: every element that is specified must be written."""
 
+import case_check
 import cases
 import jax
 import numpy as np
@@ -10,21 +11,28 @@ import pytest
 import jax_ep
 
 NAMES = ("aligned", "drops", "spare_capacity", "nobody", "empty_ranks", "loose_tail")
+SLOTS = ("slots_drops", "slots_nobody", "slots_three_ranks", "slots_tail", "slots_chunked")
+
+
+def run_poisoned(buffer, program, poison, inputs):
+    """Gives the memory of ``poison`` to the results of ``program(*poison, *inputs)``."""
+    sharding = jax.sharding.NamedSharding(buffer.mesh, jax.sharding.PartitionSpec("expert"))
+    donated = [jax.device_put(array, sharding) for array in poison]
+    run = jax.jit(
+        programs.sharded(buffer, program),
+        donate_argnums=tuple(range(len(poison))),
+        keep_unused=True,
+    )
+    arguments = (*donated, inputs.x, inputs.topk_idx, inputs.topk_weights)
+    assert run.lower(*arguments).compile().as_text().count("may-alias") >= 2
+    return [np.asarray(array) for array in run(*arguments)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_specified_element_is_written(rng, name):
     case = cases.BY_NAME[name]
     inputs = cases.make_inputs(case, rng)
-    truth = oracle.dispatch(
-        *(
-            array.reshape(case.R, case.T, -1)
-            for array in (inputs.x, inputs.topk_idx, inputs.topk_weights)
-        ),
-        num_experts=case.E,
-        capacity=case.rows,
-        alignment=case.alignment,
-    )
+    truth = case_check.truth_of(case, inputs)
 
     def program(_tokens, _weights, _out, x, topk_idx, topk_weights):
         routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
@@ -40,18 +48,33 @@ def test_every_specified_element_is_written(rng, name):
         )
     ]
     with programs.make_buffer(case, "native") as buffer:
-        sharding = jax.sharding.NamedSharding(buffer.mesh, jax.sharding.PartitionSpec("expert"))
-        run = jax.jit(programs.sharded(buffer, program), donate_argnums=(0, 1, 2), keep_unused=True)
-        donated = [jax.device_put(array, sharding) for array in poison]
-        arguments = (*donated, inputs.x, inputs.topk_idx, inputs.topk_weights)
-        # The donated arrays' memory becomes the results'.
-        assert run.lower(*arguments).compile().as_text().count("may-alias") >= 2
-        tokens, weights, out = (np.asarray(array) for array in run(*arguments))
+        tokens, weights, out = run_poisoned(buffer, program, poison, inputs)
 
-    written = np.arange(case.rows)[None] < truth.group_sizes.sum(1, keepdims=True)
-    written |= case.zero_tail
+    written = case_check.written_rows(case, truth)
     tokens = tokens.reshape(truth.tokens.shape)
     np.testing.assert_array_equal(tokens[written], truth.tokens[written])
     np.testing.assert_array_equal(weights.reshape(truth.weights.shape), truth.weights)
     expected = oracle.combine(truth, truth.tokens, truth.weights).reshape(out.shape)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_every_slot_and_the_whole_map_are_written(rng, name):
+    case = cases.BY_NAME[name]
+    inputs = cases.make_inputs(case, rng)
+    truth = case_check.truth_of(case, inputs)
+
+    def program(_tokens, _row_map, x, topk_idx, topk_weights):
+        routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
+        return routed.tokens, routed.row_map
+
+    poison = [
+        np.full((case.R * case.R * case.T, case.H), np.nan, np.float32),
+        np.full((case.R * case.rows,), -77, np.int32),
+    ]
+    with programs.make_buffer(case, "native") as buffer:
+        tokens, row_map = run_poisoned(buffer, program, poison, inputs)
+    for seen, expected in zip(
+        (tokens, row_map), oracle.slots(truth, case_check.by_rank(inputs.x, case)), strict=True
+    ):
+        np.testing.assert_array_equal(seen.reshape(expected.shape), expected)

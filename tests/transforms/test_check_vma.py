@@ -1,5 +1,7 @@
 """With and without shard_map's check of device variance; parameters that ranks share."""
 
+import dataclasses
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,13 @@ from jax.sharding import PartitionSpec
 import jax_ep
 
 CASE = cases.Case(name="vma", T=5, H=16, K=2, E=8, R=4)
+SLOTS = dataclasses.replace(CASE, name="vma_slots", expand=False)
 P = PartitionSpec
 
 
+@pytest.mark.parametrize("case", [CASE, SLOTS], ids=lambda case: case.name)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_shared_parameters_get_summed_gradients(backend, rng, check_vma):
+def test_shared_parameters_get_summed_gradients(backend, rng, check_vma, case):
     """A scale that is the same on every rank, before dispatch, after it, and as weights."""
     inputs = cases.make_inputs(CASE, rng)
     scale = rng.uniform(0.5, 1.5, 3).astype(np.float32)
@@ -23,8 +27,10 @@ def test_shared_parameters_get_summed_gradients(backend, rng, check_vma):
     with programs.make_buffer(CASE, backend) as buffer:
 
         def layer(x, topk_idx, topk_weights, scale):
-            routed = jax_ep.dispatch(buffer, x * scale[0], topk_idx, topk_weights * scale[2])
-            return jax_ep.combine(buffer, jnp.sin(routed.tokens) * scale[1], routed)
+            weights = topk_weights * scale[2]
+            routed = programs.dispatch(buffer, case, x * scale[0], topk_idx, weights)
+            rows = programs.expert_rows(routed)
+            return jax_ep.combine(buffer, jnp.sin(rows) * scale[1], routed)
 
         rows = P("expert")
         run = programs.sharded(buffer, layer, in_specs=(rows, rows, rows, P()), check_vma=check_vma)
@@ -76,15 +82,16 @@ def test_arguments_that_ranks_share(backend, rng, check_vma):
         np.testing.assert_allclose(seen, truth, rtol=0, atol=1e-4)
 
 
-def test_results_vary_over_the_expert_axis(backend):
+@pytest.mark.parametrize("expand", [True, False])
+def test_results_vary_over_the_expert_axis(backend, expand):
     """Returning them as if all ranks had the same is refused by shard_map."""
     with programs.make_buffer(CASE, backend) as buffer:
 
         def layer(x, topk_idx, topk_weights):
-            routed = jax_ep.dispatch(buffer, x, topk_idx, topk_weights)
+            routed = jax_ep.dispatch(buffer, x, topk_idx, topk_weights, expand=expand)
             for leaf in jax.tree.leaves(routed):
                 assert "expert" in jax.typeof(leaf).manual_axis_type.varying
-            return jax_ep.combine(buffer, routed.tokens, routed)
+            return jax_ep.combine(buffer, programs.expert_rows(routed), routed)
 
         shapes = (
             jax.ShapeDtypeStruct((CASE.T, CASE.H), jnp.float32),

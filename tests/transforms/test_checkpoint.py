@@ -1,6 +1,7 @@
 """jax.checkpoint, alone and inside scan: the calls are made again, the bits stay."""
 
 import collections
+import dataclasses
 import re
 
 import cases
@@ -12,6 +13,7 @@ import pytest
 import test_scan
 
 CASE = cases.Case(name="checkpoint", T=5, H=16, K=2, E=8, R=4)
+SLOTS = dataclasses.replace(CASE, name="checkpoint_slots", expand=False)
 
 
 def custom_calls(text):
@@ -19,11 +21,12 @@ def custom_calls(text):
     return collections.Counter(re.findall(r"custom_call @(jax_ep_\w+)", text))
 
 
-def test_alone(backend, rng):
+@pytest.mark.parametrize("case", [CASE, SLOTS], ids=lambda case: case.name)
+def test_alone(backend, rng, case):
     inputs, matrices = cases.make_inputs(CASE, rng), programs.random_matrices(rng, CASE)
     arguments = (inputs.x, inputs.topk_weights, matrices)
     with programs.make_buffer(CASE, backend) as buffer:
-        layer = programs.linear_moe(buffer, CASE)
+        layer = programs.linear_moe(buffer, case)
         results = {}
         for name, each in (("plain", layer), ("again", jax.checkpoint(layer))):
             run = programs.sharded(buffer, each)
@@ -53,12 +56,15 @@ def test_alone(backend, rng):
     ],
     ids=["reference", "native", "native-dots_saveable", "native-everything_saveable"],
 )
-def test_inside_scan(backend, policy, rng):
+@pytest.mark.parametrize("case", [test_scan.CASE, test_scan.SLOTS], ids=lambda case: case.name)
+def test_inside_scan(backend, policy, rng, case):
     x, topk_idx, topk_weights, matrices = test_scan.random_stack(rng)
     g = rng.normal(size=x.shape).astype(np.float32)
     expected_out, expected = test_scan.dense_stack(x, topk_idx, topk_weights, matrices, g)
-    with programs.make_buffer(test_scan.CASE, backend) as buffer:
-        stack = test_scan.scanned(buffer, lambda layer: jax.checkpoint(layer, policy=policy))
+    with programs.make_buffer(case, backend) as buffer:
+        stack = test_scan.scanned(
+            buffer, lambda layer: jax.checkpoint(layer, policy=policy), case=case
+        )
         run = test_scan.value_and_gradients(stack, topk_idx, g)
         (_, out), gradients = jax.block_until_ready(run(x, topk_weights, matrices))
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=1e-4)

@@ -15,6 +15,8 @@ import jax_ep
 
 CASE = cases.Case(name="grad", T=5, H=16, K=3, E=8, R=4, routing="some_nobody")
 DROPS = dataclasses.replace(CASE, name="grad_drops", load=0.7, alignment=2)
+SLOTS = dataclasses.replace(CASE, name="grad_slots", expand=False, alignment=2)
+SLOTS_DROPS = dataclasses.replace(DROPS, name="grad_slots_drops", expand=False)
 
 
 @pytest.fixture(scope="module", params=["reference", "native"])
@@ -23,10 +25,11 @@ def buffer(request):
         yield made
 
 
-def test_linear_layer_against_dense_gradients(buffer, rng):
-    inputs, matrices = cases.make_inputs(CASE, rng), programs.random_matrices(rng, CASE)
+@pytest.mark.parametrize("case", [CASE, SLOTS], ids=lambda case: case.name)
+def test_linear_layer_against_dense_gradients(buffer, rng, case):
+    inputs, matrices = cases.make_inputs(case, rng), programs.random_matrices(rng, case)
     g = rng.normal(size=inputs.x.shape).astype(np.float32)
-    layer = programs.sharded(buffer, programs.linear_moe(buffer, CASE))
+    layer = programs.sharded(buffer, programs.linear_moe(buffer, case))
 
     @jax.jit
     def gradients(x, topk_weights, matrices):
@@ -44,14 +47,15 @@ def test_linear_layer_against_dense_gradients(buffer, rng):
         np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", [CASE, DROPS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASE, DROPS, SLOTS, SLOTS_DROPS], ids=lambda case: case.name)
 def test_check_grads(buffer, rng, case):
     """Finite differences through a layer that is not linear, with and without dropped rows."""
     inputs, matrices = cases.make_inputs(case, rng), programs.random_matrices(rng, case)
 
     def layer(x, topk_idx, topk_weights, matrices):
         routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
-        h = jnp.sin(jax.lax.ragged_dot(routed.tokens, matrices, routed.group_sizes))
+        rows = programs.expert_rows(routed)
+        h = jnp.sin(jax.lax.ragged_dot(rows, matrices, routed.group_sizes))
         edited = dataclasses.replace(routed, weights=jnp.tanh(routed.weights))
         return jax_ep.combine(buffer, h * routed.weights[:, None], edited)
 
@@ -95,6 +99,35 @@ def test_dropped_rows_get_no_gradient(buffer, rng):
     seen = np.asarray(gradient(inputs.topk_weights)).reshape(kept.shape)
     assert not seen[~kept].any()
     assert (seen[kept] != 0).all()
+
+
+def test_slots_used_as_they_are(buffer, rng):
+    """A slot's cotangent counts once, however many of its token's experts are on the rank."""
+    inputs = cases.make_inputs(CASE, rng)
+    scale = rng.normal(size=(CASE.R, CASE.R * CASE.T, CASE.H)).astype(np.float32)
+
+    def layer(scale, x, topk_idx, topk_weights):
+        return scale * programs.dispatch(buffer, SLOTS_DROPS, x, topk_idx, topk_weights).tokens
+
+    run = programs.sharded(buffer, layer)
+    flat = scale.reshape(-1, CASE.H)
+
+    @jax.jit
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(run(flat, x, inputs.topk_idx, inputs.topk_weights)))(x)
+
+    truth = oracle.dispatch(
+        *(
+            array.reshape(CASE.R, CASE.T, -1)
+            for array in (inputs.x, inputs.topk_idx, inputs.topk_weights)
+        ),
+        num_experts=CASE.E,
+        capacity=SLOTS_DROPS.rows,
+        alignment=SLOTS_DROPS.alignment,
+    )
+    expected, _ = oracle.slot_gradients(truth, scale, np.zeros(truth.weights.shape))
+    seen = np.asarray(gradient(inputs.x)).reshape(expected.shape)
+    np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-5)
 
 
 def test_router_learns(buffer, rng):

@@ -1,14 +1,18 @@
 """A scan over layers: one call site, many epochs, forward and backward."""
 
+import dataclasses
+
 import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import programs
+import pytest
 from jax.sharding import PartitionSpec
 
 CASE = cases.Case(name="scan", T=6, H=16, K=2, E=8, R=4, chunk=4)
+SLOTS = dataclasses.replace(CASE, name="scan_slots", expand=False)
 NUM_LAYERS = 5
 
 
@@ -39,9 +43,9 @@ def dense_stack(x, topk_idx, topk_weights, matrices, g):
     return activations[-1], (g, d_weights, d_matrices)
 
 
-def scanned(buffer, wrap=lambda layer: layer):
+def scanned(buffer, wrap=lambda layer: layer, case=CASE):
     """The stack as one scan inside shard_map; ``wrap`` may transform the layer."""
-    layer = wrap(programs.linear_moe(buffer, CASE))
+    layer = wrap(programs.linear_moe(buffer, case))
 
     def stack(x, topk_idx, topk_weights, matrices):
         def body(x, per_layer):
@@ -61,12 +65,13 @@ def value_and_gradients(stack, topk_idx, g):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
 
 
-def test_scan_over_layers(backend, rng):
+@pytest.mark.parametrize("case", [CASE, SLOTS], ids=lambda case: case.name)
+def test_scan_over_layers(backend, rng, case):
     x, topk_idx, topk_weights, matrices = random_stack(rng)
     g = rng.normal(size=x.shape).astype(np.float32)
     expected_out, expected = dense_stack(x, topk_idx, topk_weights, matrices, g)
     with programs.make_buffer(CASE, backend) as buffer:
-        run = value_and_gradients(scanned(buffer), topk_idx, g)
+        run = value_and_gradients(scanned(buffer, case=case), topk_idx, g)
         for _ in range(3):
             (_, out), gradients = run(x, topk_weights, matrices)
             np.testing.assert_allclose(out, expected_out, rtol=0, atol=1e-4)
