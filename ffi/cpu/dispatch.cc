@@ -37,8 +37,7 @@ class Dispatch {
   void expand_own();
   bool receive_chunk(uint64_t epoch, TokenRange tokens);
   void expand_message(const char* from, int source, int token);
-  // Whether the row was placed.
-  bool expand(const char* row, int source, int token, int k, uint32_t route, float weight);
+  void expand(const char* row, int source, int token, int k, uint32_t route, float weight);
   void fill_slot(const char* row, int source, int token);
   void zero_rows(int64_t begin, int64_t end);
 
@@ -218,15 +217,13 @@ void Dispatch::expand_own() {
   const int rank = session_.rank();
   for (int token = 0; token < args_.num_tokens; ++token) {
     const int64_t first = static_cast<int64_t>(token) * topk;
-    const char* row = args_.x + token * shape_.row_bytes;
-    bool placed = false;
     for (int k = 0; k < topk; ++k) {
       const int32_t expert = args_.clean_topk_idx[first + k];
       if (expert < 0 || rank_of(expert) != rank) continue;
-      placed |=
-          expand(row, rank, token, k, context_.routes[first + k], args_.topk_weights[first + k]);
+      expand(args_.x + token * shape_.row_bytes, rank, token, k, context_.routes[first + k],
+             args_.topk_weights[first + k]);
     }
-    fill_slot(placed ? row : nullptr, rank, token);
+    if (args_.row_map != nullptr) fill_slot(args_.x + token * shape_.row_bytes, rank, token);
   }
 }
 
@@ -251,7 +248,7 @@ bool Dispatch::receive_chunk(uint64_t epoch, TokenRange tokens) {
           const int64_t message = layout_.dispatch_message(parity, source, next[step]);
           expand_message(session_.window().data(session_.rank(), message), source,
                          tokens.begin + next[step]);
-        } else {
+        } else if (args_.row_map != nullptr) {
           fill_slot(nullptr, source, tokens.begin + next[step]);
         }
         ++next[step];
@@ -271,25 +268,23 @@ bool Dispatch::receive_chunk(uint64_t epoch, TokenRange tokens) {
 }
 
 void Dispatch::expand_message(const char* from, int source, int token) {
-  bool placed = false;
   for (int k = 0; k < shape_.num_experts_per_tok; ++k) {
     RouteEntry entry;
     std::memcpy(&entry, from + message_.entry_offset(k), sizeof(entry));
-    if (entry.route == kNoRoute) continue;
-    placed |= expand(from, source, token, k, entry.route, entry.weight);
+    if (entry.route != kNoRoute) expand(from, source, token, k, entry.route, entry.weight);
   }
-  fill_slot(placed ? from : nullptr, source, token);
+  if (args_.row_map != nullptr) fill_slot(from, source, token);
 }
 
-bool Dispatch::expand(const char* row, int source, int token, int k, uint32_t route, float weight) {
+void Dispatch::expand(const char* row, int source, int token, int k, uint32_t route, float weight) {
   // Routes come from a peer's memory: whatever they hold, they must not address past our arrays.
   const int expert = route_expert(route);
   const int index = route_index(route);
-  if (expert >= experts_per_rank_) return false;
+  if (expert >= experts_per_rank_) return;
   const int64_t pair = static_cast<int64_t>(expert) * session_.num_ranks() + source;
-  if (index >= context_.received[pair]) return false;
+  if (index >= context_.received[pair]) return;
   const int64_t to = int64_t{context_.bases[pair]} + index;
-  if (to < 0 || to >= args_.capacity) return false;  // dropped: counted in place_rows
+  if (to < 0 || to >= args_.capacity) return;  // dropped: counted in place_rows
   const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
   if (args_.row_map == nullptr) {
     std::memcpy(args_.tokens + to * shape_.row_bytes, row, shape_.row_bytes);
@@ -298,15 +293,16 @@ bool Dispatch::expand(const char* row, int source, int token, int k, uint32_t ro
   }
   args_.weights[to] = weight;
   args_.recv_rows[slot * shape_.num_experts_per_tok + k] = static_cast<int32_t>(to);
-  return true;
 }
 
-// Without expansion every slot is written exactly once; null: nothing of the token stayed here.
+// Without expansion: every slot is written exactly once, after its routes. `row` is read only if
+// one of them led to a row.
 void Dispatch::fill_slot(const char* row, int source, int token) {
-  if (args_.row_map == nullptr) return;
+  const int topk = shape_.num_experts_per_tok;
   const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
+  const int32_t* rows = args_.recv_rows + slot * topk;
   char* to = args_.tokens + slot * shape_.row_bytes;
-  if (row != nullptr) {
+  if (std::any_of(rows, rows + topk, [](int32_t at) { return at >= 0; })) {
     std::memcpy(to, row, shape_.row_bytes);
   } else {
     std::memset(to, 0, shape_.row_bytes);

@@ -82,18 +82,21 @@ inline void run_corrupt(Random& random, const World& world) {
   }
 
   const int64_t entries = int64_t{round.num_tokens} * world.topk();
-  Guarded<char> tokens(round.capacity * world.shape.row_bytes);
+  const int64_t num_slots = int64_t{world.num_ranks()} * round.num_tokens;
+  Guarded<char> tokens((round.expanded ? round.capacity : num_slots) * world.shape.row_bytes);
   Guarded<float> weights(round.capacity);
   Guarded<int32_t> groups(world.shape.experts_per_rank()), valids(groups.size()), dropped(1);
   Guarded<int32_t> idx(entries), rows(world.num_ranks() * entries);
-  const DispatchArgs args{round.x[0].data(), round.topk_idx[0].data(), round.topk_weights[0].data(),
-                          tokens.data(),     weights.data(),           groups.data(),
-                          valids.data(),     dropped.data(),           idx.data(),
-                          rows.data(),       round.num_tokens,         round.capacity,
-                          round.alignment,   round.zero_tail};
+  Guarded<int32_t> row_map(round.capacity);
+  const DispatchArgs args{
+      round.x[0].data(), round.topk_idx[0].data(), round.topk_weights[0].data(),
+      tokens.data(),     weights.data(),           groups.data(),
+      valids.data(),     dropped.data(),           idx.data(),
+      rows.data(),       round.num_tokens,         round.capacity,
+      round.alignment,   round.zero_tail,          round.expanded ? nullptr : row_map.data()};
   const bool ended = run_dispatch(context, args, tag, kFirstEpoch);
   bool sound = ended && tokens.intact() && weights.intact() && groups.intact() && valids.intact() &&
-               dropped.intact() && idx.intact() && rows.intact();
+               dropped.intact() && idx.intact() && rows.intact() && row_map.intact();
   int64_t total = 0;
   for (int64_t i = 0; i < groups.size(); ++i) {
     sound = sound && valids.data()[i] >= 0 && groups.data()[i] >= valids.data()[i];
@@ -102,6 +105,9 @@ inline void run_corrupt(Random& random, const World& world) {
   sound = sound && total <= round.capacity && *dropped.data() >= 0;
   for (int64_t i = 0; i < rows.size(); ++i) {
     sound = sound && rows.data()[i] >= -1 && rows.data()[i] < round.capacity;
+  }
+  for (int64_t i = 0; i < row_map.size() && !round.expanded; ++i) {
+    sound = sound && row_map.data()[i] >= 0 && row_map.data()[i] <= num_slots;
   }
   if (!sound) failures.add("garbage from peers left the arrays, in " + world.describe());
 }

@@ -74,7 +74,10 @@ class DispatchPart {
       : world_(world),
         round_(round),
         rank_(rank),
-        tokens_(poisoned<char>(round.capacity * world.shape.row_bytes)),
+        num_slots_(int64_t{world.num_ranks()} * round.num_tokens),
+        tokens_(
+            poisoned<char>((round.expanded ? round.capacity : num_slots_) * world.shape.row_bytes)),
+        row_map_(poisoned<int32_t>(round.capacity)),
         weights_(poisoned<float>(round.capacity)),
         group_sizes_(poisoned<int32_t>(world.shape.experts_per_rank())),
         valid_sizes_(group_sizes_),
@@ -96,7 +99,8 @@ class DispatchPart {
             round_.num_tokens,
             round_.capacity,
             round_.alignment,
-            round_.zero_tail};
+            round_.zero_tail,
+            round_.expanded ? nullptr : row_map_.data()};
   }
 
   std::string check() const {
@@ -107,27 +111,36 @@ class DispatchPart {
     findings.expect(num_dropped_ == round_.num_dropped[rank_], "num_dropped is ", num_dropped_,
                     ", not ", round_.num_dropped[rank_]);
     findings.expect(recv_rows == round_.recv_rows[rank_], "recv_rows differ");
-    std::vector<bool> held(round_.capacity, false);
+    std::vector<bool> held(round_.capacity, false), sent(num_slots_, false);
     const std::vector<int32_t>& rows = round_.recv_rows[rank_];
     const int64_t per_rank = int64_t{round_.num_tokens} * world_.topk();
     for (size_t entry = 0; entry < rows.size(); ++entry) {
       if (rows[entry] < 0) continue;
       const int64_t source = static_cast<int64_t>(entry) / per_rank;
       const int64_t local = static_cast<int64_t>(entry) % per_rank;
+      const int64_t slot = static_cast<int64_t>(entry) / world_.topk();
       const int64_t bytes = world_.shape.row_bytes;
-      held[rows[entry]] = true;
-      findings.expect(std::memcmp(&tokens_[rows[entry] * bytes],
+      const int64_t at = round_.expanded ? rows[entry] : slot;
+      held[rows[entry]] = sent[slot] = true;
+      findings.expect(std::memcmp(&tokens_[at * bytes],
                                   &round_.x[source][local / world_.topk() * bytes], bytes) == 0,
-                      "tokens row ", rows[entry], " is not token ", local / world_.topk(),
-                      " of rank ", source);
+                      "tokens row ", at, " is not token ", local / world_.topk(), " of rank ",
+                      source);
+      findings.expect(round_.expanded || row_map_[rows[entry]] == slot, "row_map differs");
       findings.expect(weights_[rows[entry]] == round_.topk_weights[source][local],
                       "weights differ");
     }
     for (int64_t row = 0; row < round_.capacity; ++row) {
       if (held[row]) continue;
       findings.expect(weights_[row] == 0, "weight of empty row ", row, " is ", weights_[row]);
+      findings.expect(round_.expanded || row_map_[row] == num_slots_, "row_map of empty row ", row,
+                      " is ", row_map_[row]);
+      if (!round_.expanded) continue;
       const bool written = round_.zero_tail || row < end_of_groups(round_, rank_);
       findings.expect_empty(world_, tokens_, row, written, "tokens");
+    }
+    for (int64_t slot = 0; slot < num_slots_ && !round_.expanded; ++slot) {
+      if (!sent[slot]) findings.expect_empty(world_, tokens_, slot, true, "slot");
     }
     return findings.first();
   }
@@ -136,7 +149,9 @@ class DispatchPart {
   const World& world_;
   const Round& round_;
   const int rank_;
+  const int64_t num_slots_;
   std::vector<char> tokens_;
+  std::vector<int32_t> row_map_;
   std::vector<float> weights_;
   std::vector<int32_t> group_sizes_;
   std::vector<int32_t> valid_sizes_;
@@ -162,7 +177,7 @@ class CombinePart {
         scalars_(poisoned<float>(int64_t{round.num_tokens} * world.topk())) {}
 
   CombineArgs args() {
-    return {round_.y[rank_].data(),
+    return {(round_.expanded ? round_.y : round_.y_slots)[rank_].data(),
             round_.weighted ? round_.row_weights[rank_].data() : nullptr,
             round_.with_scalars ? round_.row_scalars[rank_].data() : nullptr,
             idx_,
@@ -172,7 +187,8 @@ class CombinePart {
             round_.num_tokens,
             round_.capacity,
             world_.row_type,
-            world_.hidden};
+            world_.hidden,
+            round_.expanded};
   }
 
   std::string check() const {
@@ -215,10 +231,13 @@ class CombinePart {
         const int32_t row = row_of(owner, token, k);
         if (row < 0) continue;
         const float weight = round_.weighted ? round_.row_weights[owner][row] : 1.0f;
-        const char* y = &round_.y[owner][row * world_.shape.row_bytes];
+        const int64_t slot = int64_t{rank_} * round_.num_tokens + token;
+        const char* y = round_.expanded ? &round_.y[owner][row * world_.shape.row_bytes]
+                                        : &round_.y_slots[owner][slot * world_.shape.row_bytes];
         for (int64_t j = 0; j < world_.hidden; ++j) {
           sum[j] = std::fma(weight, static_cast<float>(get(world_.row_type, y, j)), sum[j]);
         }
+        if (!round_.expanded) break;
       }
       if (owner == rank_) continue;
       for (int64_t j = 0; j < world_.hidden; ++j) {

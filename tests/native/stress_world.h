@@ -137,12 +137,14 @@ struct Round {
   bool zero_tail;
   bool weighted;
   bool with_scalars;
-  bool hostile;  // the handle is garbage
+  bool hostile;   // the handle is garbage
+  bool expanded;  // otherwise dispatch gives slots, and combine sums slots
 
   ByRank<char> x;              // [T, H]
   ByRank<int32_t> topk_idx;    // [T, K], with faults
   ByRank<float> topk_weights;  // [T, K]
   ByRank<char> y;              // [capacity, H]
+  ByRank<char> y_slots;        // [R * T, H]
   ByRank<float> row_weights;   // [capacity]
   ByRank<float> row_scalars;   // [capacity]
   ByRank<char> g;              // [T, H]
@@ -248,6 +250,8 @@ inline void make_combine_inputs(Random& random, const World& world, Round* round
   round->handle_rows = round->recv_rows;
   for (int rank = 0; rank < world.num_ranks(); ++rank) {
     round->y.push_back(random_rows(random, world, round->capacity));
+    const int64_t num_slots = int64_t{world.num_ranks()} * round->num_tokens;
+    round->y_slots.push_back(random_rows(random, world, round->expanded ? 0 : num_slots));
     round->row_weights.push_back(random_floats(random, round->capacity));
     round->row_scalars.push_back(random_floats(random, round->capacity));
     round->g.push_back(random_rows(random, world, round->num_tokens));
@@ -262,6 +266,11 @@ inline void make_combine_inputs(Random& random, const World& world, Round* round
         expert = chance(random, 25) ? odd[draw(random, 0, 3)] : any;
       }
       continue;
+    }
+    for (int64_t slot = 0; slot < num_slots && !round->expanded; ++slot) {
+      const auto rows = round->recv_rows[rank].begin() + slot * world.topk();
+      if (std::any_of(rows, rows + world.topk(), [](int32_t row) { return row >= 0; })) continue;
+      std::memset(&round->y_slots[rank][slot * world.shape.row_bytes], 0xFF, world.shape.row_bytes);
     }
     std::vector<bool> held(round->capacity, false);
     for (int32_t row : round->recv_rows[rank]) {
@@ -292,6 +301,11 @@ inline Round random_round(Random& random, const World& world) {
   round.weighted = chance(random, 60);
   round.with_scalars = chance(random, 50);
   round.hostile = chance(random, 10);
+  round.expanded = chance(random, 70);
+  if (!round.expanded) {
+    round.weighted = false;
+    round.with_scalars = true;
+  }
   for (int rank = 0; rank < world.num_ranks(); ++rank) {
     round.x.push_back(random_rows(random, world, round.num_tokens));
     round.topk_idx.push_back(random_topk(random, world, round.num_tokens));
