@@ -5,6 +5,7 @@ Nothing here needs test hooks: the same holds for a release build.
 """
 
 import dataclasses
+import re
 
 import cases
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 import oracle
 import programs
 import pytest
-from fault_programs import compiled, sharded_routed
+from fault_programs import compiled, failure, sharded_routed
 
 import jax_ep
 from jax_ep import _primitives
@@ -216,3 +217,36 @@ def test_all_entries_far_outside(rng, backend):
         if backend == "native":
             with pytest.raises(jax_ep.EpDataError, match=f"{topk_idx.size} entries"):
                 buffer.check()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "with_scalars", "weighted", "message"),
+    [
+        (44, False, True, "combine: expected scalars and no weights for a y of slots"),
+        (44, True, True, "combine: expected scalars and no weights for a y of slots"),
+        (40, True, False, r"combine: y has .* shape \[ 40 16 \], expected .* shape \[ 44 16 \]"),
+    ],
+)
+def test_native_checks_of_slots(rng, num_rows, with_scalars, weighted, message):
+    """What Python never asks for is refused before native code touches memory."""
+    case = small_case(4, expand=False)
+    inputs = cases.make_inputs(case, rng)
+    with programs.make_buffer(case, "native") as buffer:
+
+        def program(x, topk_idx, topk_weights):
+            routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
+            given, none = routed.weights, routed.weights[:0]
+            out, _ = _primitives._combine(
+                routed.handle.layout,
+                routed.tokens[:num_rows],
+                given if weighted else none,
+                given if with_scalars else none,
+                routed.handle.topk_idx,
+                routed.handle.recv_rows,
+                expanded=False,
+            )
+            return out
+
+        run = compiled(buffer, program)
+        text, _ = failure(lambda: run(inputs.x, inputs.topk_idx, inputs.topk_weights))
+    assert re.search(f"EpUsageError: {message}", text)
