@@ -79,9 +79,8 @@ __device__ void spoil_combine_grad(const CombineGradParams& p) {
 template <class Exchange>
 __device__ void make_all_gradients(const OpContext& ctx, const CombineGradParams& p,
                                    Exchange exchange) {
-  const int last_warp = static_cast<int>(blockDim.x) / kWarp - 1;
   mark_named_rows(p);
-  if (speaks_for_rank() && warp_id() == last_warp) {
+  if (speaks_for_rank() && warp_id() == p.plan.workers - 1) {
     for (int r = lane_id(); r < ctx.num_ranks(); r += kWarp) check_tag(ctx, r);
     __syncwarp();
   }
@@ -152,16 +151,19 @@ CombineGradPlan plan_combine_grad(const WindowShape& shape, int num_sms,
   plan.num_parts = static_cast<int>((shape.row_bytes + plan.piece_bytes - 1) / plan.piece_bytes);
   plan.g_bytes = align_up(shape.row_bytes, 128);
   const int64_t room = limits.max_shared_bytes - kSmallThings;
-  int warps = static_cast<int>(std::min<int64_t>(kThreads / kWarp, room / plan.warp_bytes()));
-  plan.bulk = limits.bulk_copy && warps >= kFewestBulkWarps;
+  constexpr int kMostWarps = kThreads / kWarp;
+  plan.workers = static_cast<int>(std::min<int64_t>(kMostWarps - 1, room / plan.warp_bytes()));
+  plan.bulk = limits.bulk_copy && plan.workers >= kFewestBulkWarps;
+  if (!plan.bulk) plan.workers = kMostWarps;
+  plan.senders = shape.num_ranks == 1 ? plan.workers : plan.workers / 2;
+  plan.threads = (plan.workers + (plan.bulk ? 1 : 0)) * kWarp;
   if (plan.bulk) {
-    plan.barrier_offset = warps * plan.warp_bytes();
-    plan.shared_bytes = plan.barrier_offset + 8 * kGradBarriers * warps;
-  } else {
-    warps = kThreads / kWarp;
+    SharedLayout layout(limits.max_shared_bytes - kSmallThings / 2);
+    layout.take(plan.workers * plan.warp_bytes());
+    plan.barrier_offset = layout.take(int64_t{8} * kGradBarriers * plan.workers);
+    plan.outbox_offset = layout.take(plan.senders * static_cast<int64_t>(sizeof(Outbox)));
+    plan.shared_bytes = layout.used();
   }
-  plan.threads = warps * kWarp;
-  plan.senders = shape.num_ranks == 1 ? warps : warps / 2;
   return plan;
 }
 

@@ -17,10 +17,12 @@ struct CombineGradPlan {
   int num_blocks;
   int threads;
   int senders;    // warps that send before they receive
+  int workers;    // warps in all, but for the one that publishes in the bulk kernel
   int num_parts;  // bulk: pieces of a row
   int64_t piece_bytes;
   int64_t g_bytes;  // a cotangent
   int64_t barrier_offset;
+  int64_t outbox_offset;
   int64_t shared_bytes;
 
   // Shared memory of one warp: a cotangent and three pieces.

@@ -1,15 +1,19 @@
 // Combine's gradient by bulk copies. A warp holds a cotangent g in shared memory and takes the
 // expert rows y of its token one after the other, in pieces: while one piece is turned into its
-// gradient in place, the next two are loaded or the one before is stored.
+// gradient in place, the next two are loaded or the one before is stored. What a warp has sent is
+// published by a warp of its own: completion and the fence take as long as a row's gradient.
 #pragma once
 
 #include "cuda/combine_grad_rows.cuh"
+#include "cuda/outbox.cuh"
 #include "cuda/vectors.cuh"
 
 namespace jax_ep::gpu {
 
 constexpr int kPieces = 3;                  // of rows, that a warp holds beside g
 constexpr int kGradBarriers = 1 + kPieces;  // of one warp
+// Bulk copies complete by thread: the lane that moves rows is, but for K = 32, none that pushes.
+constexpr int kRowLane = kWarp - 1;
 
 #if defined(JAX_EP_BULK_COPY)
 
@@ -53,13 +57,14 @@ class BulkGrad {
         stages_(stages),
         row_bytes_(static_cast<uint32_t>(p.op.layout.shape.row_bytes)) {}
 
-  __device__ void send() {
+  __device__ void send(Outbox& box) {
     Tickets tickets(ctx_.op.state()->send_ticket);
     int chunk = 0;
+    uint32_t sent = 0;
     for (int token; (token = static_cast<int>(tickets.take())) < p_.op.num_tokens;) {
       if (ctx_.chunk_of(token) != chunk) {
         chunk = ctx_.chunk_of(token);
-        if (!wait_for_credits(ctx_, chunk)) return;
+        if (!wait_for_credits(ctx_, chunk)) break;
       }
       load_g(p_.g + int64_t{token} * row_bytes_);
       const GradEntry entry = load_grad_entry(p_, token);
@@ -67,9 +72,19 @@ class BulkGrad {
       const Destinations to = destinations_of(ctx_, entry.rank);
       PieceCursor loads = start_rows(row);
       wait_g();
-      push(token, entry, to);
+      if (to.leaders != 0) {
+        if (lane_id() == 0) post(box, sent, token, to.ranks);
+        push(token, entry, to);
+      }
+      set_absent_flags<Transport>(ctx_, token, to.ranks);
       make_gradients(row, loads);
+      if (to.leaders == 0) continue;
+      if (to.leaders >> lane_id() & 1) bulk_wait<0>();  // also: g may be overwritten
+      __syncwarp();
+      ++sent;
+      if (lane_id() == 0) store_release<kBlockScope>(&box.completed, sent);
     }
+    if (lane_id() == 0) store_release<kBlockScope>(&box.finished, 1u);
   }
 
   __device__ void receive() {
@@ -119,7 +134,7 @@ class BulkGrad {
     if (!next.valid()) return;
     const int from = __shfl_sync(kFullWarp, row.row, next.lane());
     __syncwarp();
-    if (lane_id() == 0) {
+    if (lane_id() == kRowLane) {
       bulk_wait_read<1>();  // the last but one of the stores, which was in this stage
       uint64_t* barrier = stages_.piece_barrier(loaded_);
       barrier_expect(barrier, bytes_of(next.part));
@@ -138,18 +153,10 @@ class BulkGrad {
   }
 
   __device__ void push(int token, const GradEntry& entry, const Destinations& to) {
-    if (to.leaders >> lane_id() & 1) {
-      const int64_t message = message_offset(ctx_, {ctx_.rank(), token});
-      bulk_store(Transport::window(ctx_, entry.rank, message), stages_.g(), row_bytes_);
-      bulk_commit();
-    }
-    if (to.leaders != 0) {
-      bulk_wait<0>();
-      __syncwarp();
-      fence_system();  // between the bulk copies' completion and any flag
-      set_arrival_flags<Transport>(ctx_, token, to.ranks);
-    }
-    set_absent_flags<Transport>(ctx_, token, to.ranks);
+    if ((to.leaders >> lane_id() & 1) == 0) return;
+    const int64_t message = message_offset(ctx_, {ctx_.rank(), token});
+    bulk_store(Transport::window(ctx_, entry.rank, message), stages_.g(), row_bytes_);
+    bulk_commit();
   }
 
   __device__ void make_gradients(const GradRow& row, PieceCursor& loads) {
@@ -164,7 +171,7 @@ class BulkGrad {
                  weight, &dot);
       fence_bulk_shared();
       __syncwarp();
-      if (lane_id() == 0) {
+      if (lane_id() == kRowLane) {
         bulk_store_evict_first(p_.d_y + offset_of(to, part), stages_.piece(used_), bytes_of(part));
         bulk_commit();
       }
@@ -242,15 +249,19 @@ __device__ inline GradStages grad_stages(const CombineGradParams& p, char* share
 
 __device__ inline void init_grad_shared(const CombineGradParams& p, char* shared) {
   auto* barriers = reinterpret_cast<uint64_t*>(shared + p.plan.barrier_offset);
-  const int num_barriers = kGradBarriers * static_cast<int>(blockDim.x) / kWarp;
-  if (static_cast<int>(threadIdx.x) < num_barriers) barrier_init(barriers + threadIdx.x, 1);
+  auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
+  const int tid = static_cast<int>(threadIdx.x);
+  if (tid < kGradBarriers * p.plan.workers) barrier_init(barriers + tid, 1);
+  if (tid < p.plan.senders) boxes[tid].completed = boxes[tid].published = boxes[tid].finished = 0;
   barrier_init_fence();
 }
 
 template <class Transport, RowType kType>
 __device__ void combine_grad_bulk(const OpContext& ctx, const CombineGradParams& p, char* shared) {
+  auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
+  if (warp_id() == p.plan.workers) return publish<Transport>(ctx, boxes, p.plan.senders);
   BulkGrad<Transport, kType> work(ctx, p, grad_stages(p, shared, warp_id()));
-  if (warp_id() < p.plan.senders) work.send();
+  if (warp_id() < p.plan.senders) work.send(boxes[warp_id()]);
   if (!__any_sync(kFullWarp, ctx.aborted())) work.receive();
   work.finish();
 }
