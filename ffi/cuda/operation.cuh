@@ -231,8 +231,9 @@ template <class Transport>
 __device__ bool begin_operation(const OpContext& ctx) {
   const Operation& op = ctx.op;
   const int peer = static_cast<int>(threadIdx.x);
-  bool ready = op.peers->open != 0 && !window_poisoned(op);
   if (peer == 0) ctx.block.aborted = 0;
+  bool ready = op.peers->open != 0 && !window_poisoned(op);
+  __syncthreads();  // before any thread may set it
   if (peer < op.num_ranks()) {
     const uint64_t credit = load_credit(ctx, peer);
     ctx.block.window[peer] = op.peers->window[peer];

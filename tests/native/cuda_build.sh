@@ -6,7 +6,7 @@ output=$1
 shift
 objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT
-flags=(-std=c++17 -O3 -I ffi -I tests/native -gencode=arch=compute_90a,code=sm_90a -Xcompiler -Wall "$@")
+flags=(-std=c++17 -O3 -lineinfo -I ffi -I tests/native -gencode=arch=compute_90a,code=sm_90a -Xcompiler -Wall "$@")
 sources=(ffi/cuda/{dispatch,combine,combine_grad,scratch}.cu ffi/cuda/cuda_rank.cc
          ffi/transport/cuda_memory.cc ffi/transport/cuda_window.cc tests/native/cuda_harness.cu)
 pids=()
