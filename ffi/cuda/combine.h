@@ -31,7 +31,7 @@ struct CombinePlan {
 struct CombineParams {
   Operation op;
   CombinePlan plan;
-  const char* y;             // [capacity] rows, expert-major
+  const char* y;             // [capacity] rows, expert-major, or [R, T] rows, one a message
   const float* row_weights;  // [capacity], or null: every weight is 1
   const float* row_scalars;  // [capacity], or null: no scalars
   const int32_t* topk_idx;   // [T, K]
@@ -39,6 +39,7 @@ struct CombineParams {
   char* out;                 // [T] rows
   float* scalars;            // [T, K], or null
   int64_t capacity;
+  bool y_by_message;  // each message with a row has one row of y, of weight 1
   RowType row_type;
 };
 

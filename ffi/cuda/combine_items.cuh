@@ -78,8 +78,14 @@ __device__ inline ExpertRow load_expert_row(const CombineParams& p, MessageId id
   if (row < 0 || row >= p.capacity) return {};
   return {row, p.row_weights != nullptr ? p.row_weights[row] : 1.0f};
 }
-__device__ inline const char* row_address(const CombineParams& p, int row) {
-  return p.y + row * p.op.layout.shape.row_bytes;
+// The row of y that an entry adds to its message's sum.
+__device__ inline const char* row_address(const CombineParams& p, MessageId id, int row) {
+  const int64_t message = int64_t{id.peer} * p.op.num_tokens + id.token;
+  return p.y + (p.y_by_message ? message : row) * p.op.layout.shape.row_bytes;
+}
+// Of the lanes of one message whose entries have rows, those whose rows are added.
+__device__ inline unsigned added_rows(const CombineParams& p, unsigned with_rows) {
+  return p.y_by_message ? with_rows & (0u - with_rows) : with_rows;
 }
 
 // A batch starts whole, so it must not wait for a chunk that depends on its own tokens: with no
@@ -108,7 +114,7 @@ class SendItems {
     valid_ = lanes_.active() && index < messages;
     id_ = message_of(valid_ ? index : first);
     entry_ = valid_ ? load_expert_row(p_, id_, lanes_.k) : ExpertRow{};
-    kept_ = __ballot_sync(kFullWarp, entry_.row >= 0);
+    added_ = added_rows(p_, __ballot_sync(kFullWarp, entry_.row >= 0) & lanes_.mates);
     const int last_token = message_of(min(messages, first + lanes_.num_groups) - 1).token;
     for (int chunk = ctx_.chunk_of(last_token); chunk_ < chunk; ++chunk_) {
       if (!wait_for_credits(ctx_, chunk_ + 1)) return false;
@@ -149,14 +155,14 @@ class SendItems {
       item->token = id_.token;
       item->count = count();
     }
-    if (entry_.row < 0) return;
-    const int position = __popc(kept_ & lanes_.mates & lanes_below());
-    item->sources()[position] = row_address(p_, entry_.row);
+    if ((added_ >> lane_id() & 1) == 0) return;
+    const int position = __popc(added_ & lanes_below());
+    item->sources()[position] = row_address(p_, id_, entry_.row);
     item->weights(p_.op.layout.shape.num_experts_per_tok)[position] = entry_.weight;
   }
 
  private:
-  __device__ int count() const { return __popc(kept_ & lanes_.mates); }
+  __device__ int count() const { return __popc(added_); }
   __device__ MessageId message_of(int64_t index) const {
     const int token = static_cast<int>(index / num_sources_);
     const int other = static_cast<int>(index - int64_t{token} * num_sources_);
@@ -172,7 +178,7 @@ class SendItems {
   bool valid_ = false;
   MessageId id_{0, 0};
   ExpertRow entry_;
-  unsigned kept_ = 0;
+  unsigned added_ = 0;  // lanes of this lane's message whose rows are summed
 };
 
 // Tokens of ours, as the other ranks' sums for them arrive.
@@ -198,7 +204,9 @@ class FinalItems {
     const int key = remote ? lanes_.group * kMaxRanks + now_.rank : -1 - lane_id();
     leader_ = __ffs(__match_any_sync(kFullWarp, key)) - 1;
     pending_ = remote && leader_ == lane_id();
-    included_ = pending_ || (now_.rank == ctx_.rank() && now_.entry.row >= 0);
+    const bool own = now_.rank == ctx_.rank() && now_.entry.row >= 0;
+    const unsigned added = added_rows(p_, __ballot_sync(kFullWarp, own) & lanes_.mates);
+    included_ = pending_ || (added >> lane_id() & 1) != 0;
     bound_.restart();
     return true;
   }
@@ -256,7 +264,9 @@ class FinalItems {
     if (!included_) return;
     const bool own = now_.rank == ctx_.rank();
     const int64_t offset = combine_row_offset(ctx_, {now_.rank, token()});
-    item->sources()[position] = own ? row_address(p_, now_.entry.row) : ctx_.own_window(offset);
+    const MessageId self{ctx_.rank(), token()};
+    item->sources()[position] =
+        own ? row_address(p_, self, now_.entry.row) : ctx_.own_window(offset);
     item->weights(num_experts_per_tok)[position] = own ? now_.entry.weight : 1.0f;
   }
 

@@ -16,10 +16,11 @@ struct DispatchPlan {
   bool bulk;  // bulk copies through shared memory, else plain 16-byte accesses
   int num_blocks;
   int most_routing_blocks;
-  int senders;    // warps
-  int receivers;  // warps
-  int helpers;    // warps; in the bulk kernel the first of them publishes
-  int num_parts;  // a row travels in this many parts
+  int senders;         // warps
+  int receivers;       // warps
+  int helpers;         // warps; in the bulk kernel the first of them publishes
+  bool receive_ahead;  // receivers load a part before they store the one before it
+  int num_parts;       // a row travels in this many parts
   int64_t part_bytes;
   int64_t stage_bytes;  // a part and the records that go with it
   int64_t workspace_offset;
@@ -39,13 +40,14 @@ struct DispatchParams {
   const char* x;              // [T] rows
   const int32_t* topk_idx;    // [T, K]
   const float* topk_weights;  // [T, K]
-  char* tokens;               // [capacity] rows, expert-major
+  char* tokens;               // [capacity] rows, expert-major; [R, T] rows with a row_map
   float* weights;             // [capacity]
   int32_t* group_sizes;       // [E_l] with alignment rows
   int32_t* valid_sizes;       // [E_l] without
   int32_t* num_dropped;       // []
   int32_t* sanitised_idx;     // [T, K] topk_idx with -1 for entries that are no expert
   int32_t* recv_rows;         // [R, T, K] output row of each entry, -1 for none
+  int32_t* row_map;           // [capacity] slot of each row, R * T for none; null: rows are copied
   int64_t capacity;
   int64_t expert_alignment;
   bool zero_tail;

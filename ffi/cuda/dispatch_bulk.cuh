@@ -50,29 +50,27 @@ class BulkSender {
   }
 
   __device__ void run(const Placement& place) {
-    TokenEntry entry = load_entry(p_, token_);
+    entry_ = load_entry(p_, token_);
     uint32_t sent = 0;
     while (token_ < p_.op.num_tokens) {
       draw();
-      const Destinations to = destinations_of(ctx_, entry.rank);
+      const Destinations to = destinations_of(ctx_, entry_.rank);
       if (!may_send(ctx_.chunk_of(token_), sent)) break;
       for (int part = 0; part < p_.plan.num_parts; ++part) {
         stages_.wait(item_);
-        send_part(part_of(p_, part), stages_.at(item_), entry, to, place);
+        send_to_peers(part_of(p_, part), stages_.at(item_), to);
+        keep_part(part_of(p_, part), stages_.at(item_), place);
         bulk_commit();
         ++item_;
         if (part + 1 < p_.plan.num_parts) start_load(token_, part + 1);
       }
       set_absent_flags<Transport>(ctx_, token_, to.ranks);
-      const int next_token = drawn();
-      const TokenEntry next_entry = load_entry(p_, next_token);
-      start_load(next_token, 0);
+      const int token = token_;
+      take_next();
       bulk_wait<1>();  // all tokens before this one are written
       complete(sent);
-      if (lane_id() == 0) post(box_, sent, token_, to.ranks);
+      if (lane_id() == 0) post(box_, sent, token, to.ranks);
       ++sent;
-      token_ = next_token;
-      entry = next_entry;
     }
     finish(sent);
   }
@@ -87,6 +85,11 @@ class BulkSender {
     if (lane_id() == 0) ticket_ = atomicAdd(&ctx_.op.state()->send_ticket.value, 1u);
   }
   __device__ int drawn() const { return static_cast<int>(__shfl_sync(kFullWarp, ticket_, 0)); }
+  __device__ void take_next() {
+    token_ = drawn();
+    entry_ = load_entry(p_, token_);
+    start_load(token_, 0);
+  }
 
   // The next load in order, if there is such a token.
   __device__ void start_load(int token, int index) {
@@ -113,10 +116,9 @@ class BulkSender {
     return wait_for_credits(ctx_, chunk);
   }
 
-  __device__ void send_part(const Part& part, char* stage, const TokenEntry& entry,
-                            const Destinations& to, const Placement& place) {
-    const WindowShape& shape = p_.op.layout.shape;
-    const MessageFormat format = shape.message();
+  __device__ void send_to_peers(const Part& part, char* stage, const Destinations& to) {
+    const TokenEntry& entry = entry_;
+    const MessageFormat format = p_.op.layout.shape.message();
     const uint32_t record_bytes = static_cast<uint32_t>(format.bytes() - format.source_offset());
     char* records = stage + part.bytes;
     if (part.last) {
@@ -133,11 +135,20 @@ class BulkSender {
         bulk_store(slot + format.source_offset(), records + order * record_bytes, record_bytes);
       }
     }
+  }
+
+  // This rank's own rows of the token.
+  __device__ void keep_part(const Part& part, char* stage, const Placement& place) {
+    const TokenEntry& entry = entry_;
+    const MessageId own{ctx_.rank(), token_};
     const int row = entry.rank == ctx_.rank() ? output_row(p_, place, entry.route, entry.rank) : -1;
-    if (row >= 0) {
-      bulk_store_evict_first(p_.tokens + row * shape.row_bytes + part.offset, stage, part.bytes);
+    if (char* target = copy_target(p_, own, row)) {
+      bulk_store_evict_first(target + part.offset, stage, part.bytes);
     }
-    if (part.last) record_row(p_, {ctx_.rank(), token_}, row, entry.weight);
+    if (part.last) {
+      record_row(p_, own, row, entry.weight);
+      zero_unsent_slot(p_, own, row);
+    }
   }
 
   // One record per destination: entries for other ranks are kNoRoute there.
@@ -174,66 +185,73 @@ class BulkSender {
   Outbox& box_;
   uint32_t ticket_ = 0;  // lane 0
   int token_;
+  TokenEntry entry_;
   int chunk_ = 0;
   int item_ = 0;   // parts sent
   int loads_ = 0;  // parts whose loads have been started
 };
 
+// One part on its way from the window to a stage.
+struct Arriving {
+  MessageId id{0, 0};
+  int part = 0;
+};
+
 class BulkReceiver {
  public:
   __device__ BulkReceiver(const OpContext& ctx, const DispatchParams& p, const Stages& stages)
-      : ctx_(ctx), p_(p), stages_(stages) {}
+      : ctx_(ctx), p_(p), stages_(stages), part_(p.plan.num_parts) {}
 
+  // Ahead: the next part is loaded, if it has arrived, before the one before it is stored. With
+  // many blocks looking for it first costs more than it gains.
   __device__ void run(const Placement& place) {
     Arrivals arrivals(ctx_);
-    int item = 0;
-    while (!arrivals.exhausted()) {
-      MessageId id;
-      const bool found = arrivals.poll(&id, [&](MessageId absent) {
-        record_row(p_, absent, -1, 0.0f);
-        count_read(absent);
-      });
-      if (!found) {
-        if (arrivals.give_up(ctx_)) break;
-        continue;
+    const int most = p_.plan.receive_ahead ? kStages : 1;
+    while (true) {
+      if (loads_ - items_ < most && start_next(arrivals)) continue;
+      if (items_ < loads_) {
+        store_oldest(place);
+      } else if (arrivals.exhausted() || arrivals.give_up(ctx_)) {
+        break;
       }
-      for (int part = 0; part < p_.plan.num_parts; ++part, ++item) {
-        receive_part(item, part_of(p_, part), id, place);
-      }
-      count_read(id);
     }
     bulk_wait<0>();
   }
 
  private:
-  __device__ void receive_part(int item, const Part& part, MessageId id, const Placement& place) {
-    char* stage = stages_.at(item);
-    bulk_wait_read<1>();  // the row that used this stage has left it
-    __syncwarp();
-    if (lane_id() == 0) start_load(item, part, id);
-    stages_.wait(item);
-    const WindowShape& shape = p_.op.layout.shape;
-    uint32_t route = kNoRoute;
-    float weight = 0.0f;
-    if (lane_id() < shape.num_experts_per_tok) {
-      const auto* words = reinterpret_cast<const uint32_t*>(stage + part.bytes);
-      route = words[1 + 2 * lane_id()];
-      weight = __uint_as_float(words[2 + 2 * lane_id()]);
+  __device__ bool start_next(Arrivals& arrivals) {
+    if (part_ == p_.plan.num_parts) {
+      if (arrivals.exhausted() || !find(arrivals)) return false;
+      part_ = 0;
     }
-    const int row = output_row(p_, place, route, id.peer);
-    if (row >= 0) {
-      bulk_store_evict_first(p_.tokens + row * shape.row_bytes + part.offset, stage, part.bytes);
-    }
-    bulk_commit();
-    if (part.last) record_row(p_, id, row, weight);
-    __syncwarp();
+    (items_ == loads_ ? oldest_ : newest_) = {id_, part_};
+    start_load(part_of(p_, part_));
+    ++part_;
+    return true;
+  }
+
+  __device__ bool find(Arrivals& arrivals) {
+    return arrivals.poll(&id_, [&](MessageId absent) {
+      record_row(p_, absent, -1, 0.0f);
+      zero_unsent_slot(p_, absent, -1);
+      count_read(absent);
+    });
   }
 
   // The record comes with every part; with the last, it follows the row in the message too.
-  __device__ void start_load(int item, const Part& part, MessageId id) {
+  __device__ void start_load(const Part& part) {
+    // What was in this stage has left it: the last part stored or, not ahead, the one before.
+    if (p_.plan.receive_ahead) {
+      bulk_wait_read<0>();
+    } else {
+      bulk_wait_read<1>();
+    }
+    __syncwarp();
+    const int item = loads_++;
+    if (lane_id() != 0) return;
     const MessageFormat format = p_.op.layout.shape.message();
     const uint32_t record_bytes = static_cast<uint32_t>(format.bytes() - format.source_offset());
-    const char* message = ctx_.own_window(message_offset(ctx_, id));
+    const char* message = ctx_.own_window(message_offset(ctx_, id_));
     uint64_t* barrier = stages_.barrier(item);
     char* stage = stages_.at(item);
     fence_bulk_global();  // the flag was acquired with ordinary loads
@@ -246,6 +264,33 @@ class BulkReceiver {
     }
   }
 
+  __device__ void store_oldest(const Placement& place) {
+    const MessageId id = oldest_.id;
+    const Part part = part_of(p_, oldest_.part);
+    const char* stage = stages_.at(items_);
+    stages_.wait(items_);
+    uint32_t route = kNoRoute;
+    float weight = 0.0f;
+    if (lane_id() < p_.op.layout.shape.num_experts_per_tok) {
+      const auto* words = reinterpret_cast<const uint32_t*>(stage + part.bytes);
+      route = words[1 + 2 * lane_id()];
+      weight = __uint_as_float(words[2 + 2 * lane_id()]);
+    }
+    const int row = output_row(p_, place, route, id.peer);
+    if (char* target = copy_target(p_, id, row)) {
+      bulk_store_evict_first(target + part.offset, stage, part.bytes);
+    }
+    bulk_commit();
+    if (part.last) {
+      record_row(p_, id, row, weight);
+      zero_unsent_slot(p_, id, row);
+      count_read(id);
+    }
+    __syncwarp();
+    ++items_;
+    oldest_ = newest_;
+  }
+
   __device__ void count_read(MessageId id) {
     if (lane_id() == 0) count_slots_read(ctx_, ctx_.chunk_of(id.token), 1);
   }
@@ -253,6 +298,12 @@ class BulkReceiver {
   const OpContext& ctx_;
   const DispatchParams& p_;
   const Stages stages_;
+  MessageId id_{0, 0};  // the message whose parts are being loaded
+  int part_;            // its next part; all of them: it has none left
+  int loads_ = 0;       // parts whose loads have been started
+  int items_ = 0;       // parts stored
+  Arriving oldest_;     // of the at most two parts in between
+  Arriving newest_;
 };
 
 __device__ inline Stages stages_of(const DispatchParams& p, char* shared, int warp) {
@@ -297,8 +348,7 @@ __device__ void dispatch_bulk(const OpContext& ctx, const DispatchParams& p, cha
     BulkReceiver(ctx, p, stages_of(p, shared, warp)).run(place);
   } else {
     const int threads = kWarp * (p.plan.helpers - 1);
-    zero_unfilled_rows(ctx, placement_args(p), place, {p.tokens, p.weights, p.zero_tail},
-                       (helper - 1) * kWarp + lane_id(), threads);
+    clear_unfilled_rows(ctx, p, place, (helper - 1) * kWarp + lane_id(), threads);
   }
 }
 

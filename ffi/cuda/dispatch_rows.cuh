@@ -34,13 +34,36 @@ __device__ inline int output_row(const DispatchParams& p, const Placement& place
   return row >= 0 && row < p.capacity ? row : -1;
 }
 
+__device__ inline int64_t slot_of(const DispatchParams& p, MessageId id) {
+  return int64_t{id.peer} * p.op.num_tokens + id.token;
+}
+
 // Lanes below K.
 __device__ inline void record_row(const DispatchParams& p, MessageId id, int row, float weight) {
   const int num_experts_per_tok = p.op.layout.shape.num_experts_per_tok;
   if (lane_id() >= num_experts_per_tok) return;
-  const int64_t message = int64_t{id.peer} * p.op.num_tokens + id.token;
-  p.recv_rows[message * num_experts_per_tok + lane_id()] = row;
-  if (row >= 0) p.weights[row] = weight;
+  const int64_t slot = slot_of(p, id);
+  p.recv_rows[slot * num_experts_per_tok + lane_id()] = row;
+  if (row < 0) return;
+  p.weights[row] = weight;
+  if (p.row_map != nullptr) p.row_map[row] = static_cast<int32_t>(slot);
+}
+
+// Where each lane's copy of a message goes, null for none: to the entry's row or, when rows are not
+// copied, once to the message's slot.
+__device__ inline char* copy_target(const DispatchParams& p, MessageId id, int row) {
+  const int64_t row_bytes = p.op.layout.shape.row_bytes;
+  if (p.row_map == nullptr) return row >= 0 ? p.tokens + row * row_bytes : nullptr;
+  const unsigned kept = __ballot_sync(kFullWarp, row >= 0);
+  const bool leads = row >= 0 && (kept & lanes_below()) == 0;
+  return leads ? p.tokens + slot_of(p, id) * row_bytes : nullptr;
+}
+
+// A warp, for each message once its rows are known: a slot that no row maps to is zero.
+__device__ inline void zero_unsent_slot(const DispatchParams& p, MessageId id, int row) {
+  if (p.row_map == nullptr || __any_sync(kFullWarp, row >= 0)) return;
+  const int64_t row_bytes = p.op.layout.shape.row_bytes;
+  zero_vectors(p.tokens + slot_of(p, id) * row_bytes, row_bytes / 16, lane_id(), kWarp);
 }
 
 __device__ inline PlacementArgs placement_args(const DispatchParams& p) {
@@ -95,13 +118,49 @@ __device__ bool route_and_place(const OpContext& ctx, const DispatchParams& p, c
   return place_rows(ctx, placement_args(p), place, p.num_routing_blocks);
 }
 
+// The calling threads of one block: rows [begin, end), which hold no token.
+__device__ inline void clear_rows(const DispatchParams& p, int64_t begin, int64_t end, bool zero,
+                                  int thread, int threads) {
+  const int64_t row_bytes = p.op.layout.shape.row_bytes;
+  const int32_t no_slot = p.op.num_ranks() * p.op.num_tokens;
+  for (int64_t r = begin + thread; r < end; r += threads) {
+    p.weights[r] = 0.0f;
+    if (p.row_map != nullptr) p.row_map[r] = no_slot;
+  }
+  if (!zero || p.row_map != nullptr) return;
+  zero_vectors(p.tokens + begin * row_bytes, (end - begin) * row_bytes / 16, thread, threads);
+}
+
+// The calling threads of all blocks: rows that no token fills, between the experts and after the
+// last.
+__device__ inline void clear_unfilled_rows(const OpContext& ctx, const DispatchParams& p,
+                                           const Placement& place, int thread, int threads) {
+  const int num_local = ctx.op.layout.shape.experts_per_rank();
+  const int64_t total = place.bases[int64_t{num_local} * ctx.num_ranks()];
+  if (p.expert_alignment > 1) {
+    for (int e = blockIdx.x; e < num_local; e += gridDim.x) {
+      const ExpertSegment segment = segment_of(place, ctx.num_ranks(), e);
+      clear_rows(p, segment.begin + segment.valid_size(p.capacity),
+                 segment.begin + segment.group_size(p.capacity), true, thread, threads);
+    }
+  }
+  // Past the last expert, in shares for each block in turn: small where whole rows are written.
+  const int64_t share = p.zero_tail ? 8 : threads;
+  for (int64_t r = total + blockIdx.x * share; r < p.capacity; r += gridDim.x * share) {
+    clear_rows(p, r, min(r + share, p.capacity), p.zero_tail, thread, threads);
+  }
+}
+
 // All threads of one block: what the outputs of an aborted operation hold.
 __device__ inline void spoil_dispatch(const DispatchParams& p) {
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
   const WindowShape& shape = p.op.layout.shape;
   const int64_t entries = int64_t{p.op.num_tokens} * shape.num_experts_per_tok;
-  fill_nan(p.tokens, p.capacity * shape.row_bytes, p.row_type);
+  const int64_t slots = int64_t{p.op.num_tokens} * shape.num_ranks;
+  const bool copied = p.row_map == nullptr;
+  fill_nan(p.tokens, (copied ? p.capacity : slots) * shape.row_bytes, p.row_type);
+  if (!copied) fill(p.row_map, p.capacity, static_cast<int32_t>(slots), thread, threads);
   fill_nan(reinterpret_cast<char*>(p.weights), p.capacity * 4, RowType::kFloat32);
   fill(p.group_sizes, shape.experts_per_rank(), 0, thread, threads);
   fill(p.valid_sizes, shape.experts_per_rank(), 0, thread, threads);

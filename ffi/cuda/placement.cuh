@@ -132,38 +132,4 @@ __device__ inline bool place_rows(const OpContext& ctx, const PlacementArgs& arg
   return !__syncthreads_or(ctx.aborted());
 }
 
-struct ZeroArgs {
-  char* tokens;    // [capacity, row_bytes]
-  float* weights;  // [capacity]
-  bool zero_tail;
-};
-
-// The calling threads of all blocks: rows that no token fills, between the experts and after the
-// last.
-__device__ inline void zero_unfilled_rows(const OpContext& ctx, const PlacementArgs& args,
-                                          const Placement& place, const ZeroArgs& zero, int thread,
-                                          int num_threads) {
-  const int num_local = ctx.op.layout.shape.experts_per_rank();
-  const int64_t row_bytes = ctx.op.layout.shape.row_bytes;
-  const int64_t total =
-      min(int64_t{place.bases[int64_t{num_local} * ctx.num_ranks()]}, args.capacity);
-  if (args.alignment > 1) {
-    for (int e = blockIdx.x; e < num_local; e += gridDim.x) {
-      const ExpertSegment segment = segment_of(place, ctx.num_ranks(), e);
-      const int64_t begin = segment.begin + segment.valid_size(args.capacity);
-      const int64_t rows = segment.group_size(args.capacity) - segment.valid_size(args.capacity);
-      zero_vectors(zero.tokens + begin * row_bytes, rows * row_bytes / 16, thread, num_threads);
-      for (int64_t r = thread; r < rows; r += num_threads) zero.weights[begin + r] = 0.0f;
-    }
-  }
-  const int64_t grid_thread = int64_t{blockIdx.x} * num_threads + thread;
-  const int64_t grid_threads = int64_t{gridDim.x} * num_threads;
-  for (int64_t r = total + grid_thread; r < args.capacity; r += grid_threads)
-    zero.weights[r] = 0.0f;
-  if (!zero.zero_tail) return;
-  for (int64_t r = total + blockIdx.x; r < args.capacity; r += gridDim.x) {
-    zero_vectors(zero.tokens + r * row_bytes, row_bytes / 16, thread, num_threads);
-  }
-}
-
 }  // namespace jax_ep::gpu

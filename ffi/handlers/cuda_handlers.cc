@@ -52,13 +52,6 @@ void require_alignment(CudaResolved& resolved, const char* op, int64_t expert_al
                    std::to_string(kMaxAlignment) + " that GPUs take. Lower expert_alignment.";
 }
 
-void require_expanded(CudaResolved& resolved, const char* op, bool expanded) {
-  if (!resolved.error.empty() || expanded) return;
-  resolved.error = std::string("EpUsageError: ") + op +
-                   ": expand=False is not offered on GPUs by this build. Pass expand=True, or make "
-                   "the Buffer with backend=\"reference\".";
-}
-
 // What the kernels' parameters have in common. plan: plan_<op>() of the op.
 template <class Params, class Operands, class Plan>
 Params make_params(const CudaCall& call, const CudaResolved& resolved, Channel channel,
@@ -98,7 +91,6 @@ ffi::Error launch_on(const CudaCall& call, CudaBuffer& buffer, const Params& par
 ffi::Error dispatch(const CudaCall& call, const DispatchOperands& operands) {
   CudaResolved resolved = admit(call, OpKind::kDispatch, operands);
   require_alignment(resolved, "dispatch", operands.expert_alignment);
-  require_expanded(resolved, "dispatch", operands.expanded);
   if (!resolved.error.empty()) return to_error(resolved.error);
   const DeviceGuard guard(call.device_ordinal);
   auto params =
@@ -111,6 +103,7 @@ ffi::Error dispatch(const CudaCall& call, const DispatchOperands& operands) {
   params.valid_sizes = data<int32_t>(operands.valid_sizes);
   params.num_dropped = data<int32_t>(operands.num_dropped);
   params.sanitised_idx = data<int32_t>(operands.clean_topk_idx);
+  if (!operands.expanded) params.row_map = data<int32_t>(operands.row_map);
   params.expert_alignment = operands.expert_alignment;
   params.zero_tail = operands.zero_tail;
   return launch_on(call, *resolved.buffer, params, launch_dispatch);
@@ -118,11 +111,11 @@ ffi::Error dispatch(const CudaCall& call, const DispatchOperands& operands) {
 
 ffi::Error combine(const CudaCall& call, const CombineOperands& operands) {
   CudaResolved resolved = admit(call, OpKind::kCombine, operands);
-  require_expanded(resolved, "combine", operands.expanded);
   if (!resolved.error.empty()) return to_error(resolved.error);
   const DeviceGuard guard(call.device_ordinal);
   auto params = make_params<CombineParams>(call, resolved, kCombineChannel, operands, plan_combine);
   params.y = data<const char>(operands.y);
+  params.y_by_message = !operands.expanded;
   if (operands.weighted) params.row_weights = data<const float>(operands.row_weights);
   if (operands.with_scalars) {
     params.row_scalars = data<const float>(operands.row_scalars);

@@ -98,12 +98,12 @@ inline void check_mismatches(World& world, Verdict& verdict) {
     return records;
   };
   prepare(world);
-  for (int r = 0; r < world.num_ranks(); ++r) world.dispatch(r, r == 0 ? 7 : 8);
+  for (int r = 0; r < world.num_ranks(); ++r) world.dispatch(r, true, r == 0 ? 7 : 8);
   world.synchronise();
   verdict.expect(count(WaitFor::kTag) > 0, "mismatch of tags in dispatch", 0);
   world.reset();
   for (int r = 0; r < world.num_ranks(); ++r) world.dispatch(r);
-  for (int r = 0; r < world.num_ranks(); ++r) world.combine(r, false, false, r == 0 ? 7 : 8);
+  for (int r = 0; r < world.num_ranks(); ++r) world.combine(r, false, false, false, r == 0 ? 7 : 8);
   world.synchronise();
   verdict.expect(count(WaitFor::kTag) > 0, "mismatch of tags in combine", 0);
   const std::vector<char> out = world.rank(0).out.take();

@@ -6,6 +6,7 @@
 #include "cuda_checks.h"
 #include "cuda_faults.h"
 #include "cuda_timing.h"
+#include "cuda_unexpanded.h"
 
 namespace jax_ep::gpu::test {
 namespace {
@@ -71,8 +72,10 @@ int64_t run_checks(const std::vector<Case>& table, uint64_t seed, int rounds, do
     World world(c, seed++, timeout_s);
     int64_t bad = 0;
     for (int round = 0; round < rounds; ++round) {
-      bad += check_round(world, round % 2 == 1,
-                         c.name + std::string(", round ") + std::to_string(round));
+      const std::string where = c.name + std::string(", round ") + std::to_string(round);
+      const bool pauses = round % 2 == 1;
+      bad += check_round(world, pauses, where);
+      bad += check_unexpanded(world, pauses, where);
     }
     std::printf("%-18s %s\n", c.name, bad == 0 ? "ok" : "WRONG");
     std::fflush(stdout);
@@ -90,6 +93,7 @@ int main(int argc, char** argv) {
   const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
   int num_devices = 0;
   int64_t wrong = 0;
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was printed is known even if we are killed
   try {
     check(cudaGetDeviceCount(&num_devices), "count devices");
     std::printf("%s: %d devices, seed %llu\n", mode.c_str(), num_devices,

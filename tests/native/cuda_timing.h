@@ -41,9 +41,10 @@ inline int64_t time_shape(uint64_t seed, int num_tokens, const std::vector<int>&
   c.num_sms = 64;
   World world(c, seed, 2.0);
   const int64_t wrong = check_round(world, false, "timing shape");
-  std::printf("T=%d H=7168 K=8 E=256 bf16, us (each twice)\n%5s %15s %15s %15s %15s %15s %15s\n",
-              num_tokens, "SMs", "dispatch", "combine", "with scalars", "combine_grad",
-              "plain dispatch", "plain combine");
+  std::printf(
+      "T=%d H=7168 K=8 E=256 bf16, us (each twice)\n%5s %15s %15s %15s %15s %15s %15s %15s %15s\n",
+      num_tokens, "SMs", "dispatch", "combine", "with scalars", "combine_grad", "unexpanded",
+      "plain dispatch", "plain combine", "plain c_grad");
   for (int num_sms : all_sms) {
     std::printf("%5d", num_sms);
     const auto show = [&](auto launch) {
@@ -54,9 +55,10 @@ inline int64_t time_shape(uint64_t seed, int num_tokens, const std::vector<int>&
       world.set_launch(num_sms, bulk);
       show([&](int r) { world.dispatch(r); });
       show([&](int r) { world.combine(r, true, false); });
-      if (!bulk) continue;
-      show([&](int r) { world.combine(r, false, true); });
+      if (bulk) show([&](int r) { world.combine(r, false, true); });
       show([&](int r) { world.combine_grad(r); });
+      if (!bulk) continue;
+      show([&](int r) { world.dispatch(r, false); });
     }
     std::printf("\n");
     std::fflush(stdout);

@@ -110,6 +110,9 @@ struct RankData {
   Array<char> tokens, out, d_y;
   Array<float> weights, scalars, d_row_weights;
   Array<int32_t> group_sizes, valid_sizes, num_dropped, sanitised, recv_rows;
+  // Without expansion: one row a message, as dispatch's output and as combine's input.
+  Array<char> slots;
+  Array<int32_t> row_map;
 };
 
 class World {
@@ -170,6 +173,7 @@ class World {
   int64_t row_bytes() const { return int64_t{c_.hidden} * row_type_bytes(c_.type); }
   int64_t entries() const { return int64_t{c_.num_tokens} * c_.num_experts_per_tok; }
   int64_t capacity() const { return capacity_; }
+  int64_t num_slots() const { return int64_t{c_.num_tokens} * c_.num_ranks; }
   RankData& rank(int r) { return ranks_[r]; }
   std::mt19937_64& random() { return random_; }
   void use(int r) const { check(cudaSetDevice(ranks_[r].device), "set device"); }
@@ -190,6 +194,8 @@ class World {
       d.num_dropped.resize(1);
       d.sanitised.resize(entries());
       d.recv_rows.resize(entries() * c_.num_ranks);
+      d.slots.resize(num_slots() * row_bytes());
+      d.row_map.resize(capacity);
     }
   }
 
@@ -199,10 +205,10 @@ class World {
     for (int r = 0; r < c_.num_ranks; ++r) {
       use(r);
       RankData& d = ranks_[r];
-      for (Array<char>* rows : {&d.tokens, &d.out, &d.d_y}) rows->poison();
+      for (Array<char>* rows : {&d.tokens, &d.slots, &d.out, &d.d_y}) rows->poison();
       for (Array<float>* row : {&d.weights, &d.scalars, &d.d_row_weights}) row->poison();
-      for (Array<int32_t>* row :
-           {&d.group_sizes, &d.valid_sizes, &d.num_dropped, &d.sanitised, &d.recv_rows}) {
+      for (Array<int32_t>* row : {&d.group_sizes, &d.valid_sizes, &d.num_dropped, &d.sanitised,
+                                  &d.recv_rows, &d.row_map}) {
         row->poison();
       }
       if (c_.num_ranks == 1) continue;
@@ -241,7 +247,7 @@ class World {
     return ranks_[r].rank->operation(tag, channel, ranks_[r].rank_operand.get());
   }
 
-  void dispatch(int r, uint64_t site = 0) {
+  void dispatch(int r, bool expand = true, uint64_t site = 0) {
     use(r);
     RankData& d = ranks_[r];
     DispatchParams p{};
@@ -250,7 +256,8 @@ class World {
     p.x = d.x.get();
     p.topk_idx = d.topk.get();
     p.topk_weights = d.topk_weights.get();
-    p.tokens = d.tokens.get();
+    p.tokens = expand ? d.tokens.get() : d.slots.get();
+    p.row_map = expand ? nullptr : d.row_map.get();
     p.weights = d.weights.get();
     p.group_sizes = d.group_sizes.get();
     p.valid_sizes = d.valid_sizes.get();
@@ -265,13 +272,15 @@ class World {
   }
 
   // Along the handle that the last dispatch left in sanitised and recv_rows.
-  void combine(int r, bool weighted, bool with_scalars, uint64_t site = 0) {
+  void combine(int r, bool weighted, bool with_scalars, bool by_message = false,
+               uint64_t site = 0) {
     use(r);
     RankData& d = ranks_[r];
     CombineParams p{};
     p.op = operation(r, OpKind::kCombine, kCombineChannel, site);
     p.plan = plan_combine(layout_.shape, num_sms(r), limits(r));
-    p.y = d.y.get();
+    p.y = by_message ? d.slots.get() : d.y.get();
+    p.y_by_message = by_message;
     p.row_weights = weighted ? d.row_weights.get() : nullptr;
     p.row_scalars = with_scalars ? d.row_scalars.get() : nullptr;
     p.topk_idx = d.sanitised.get();
