@@ -126,7 +126,7 @@ void plan_bulk(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan*
   plan->part_bytes = align_up((shape.row_bytes + plan->num_parts - 1) / plan->num_parts, 128);
   plan->stage_bytes = align_up(plan->part_bytes + most_records * record_bytes, 128);
 
-  const int64_t workspace = int64_t{4} * kRouteWordsPerExpert * shape.num_experts;
+  const int64_t workspace = 4 * route_workspace_words(shape);
   const int64_t bases = 4 * Placement::words(shape.num_experts, shape.experts_per_rank());
   const int64_t bases_taken = bases <= 32768 ? align_up(bases, 128) : 0;
   constexpr int64_t kSmallThings = 8192;  // outboxes, barriers, static shared memory
@@ -162,8 +162,7 @@ void plan_bulk(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan*
 
 void plan_plain(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan* plan) {
   SharedLayout layout(max_shared_bytes - 8192);
-  plan->workspace_offset =
-      layout.take_if_room(int64_t{4} * kRouteWordsPerExpert * shape.num_experts);
+  plan->workspace_offset = layout.take_if_room(4 * route_workspace_words(shape));
   plan->bases_offset =
       layout.take_if_room(4 * Placement::words(shape.num_experts, shape.experts_per_rank()));
   plan->shared_bytes = layout.used();

@@ -14,13 +14,23 @@ namespace jax_ep::gpu {
 constexpr int kMaxRoutingBlocks = 32;
 constexpr int kTileTokens = 256;
 constexpr int kMaskWords = kTileTokens / 32;
-constexpr int kRouteWordsPerExpert = 1 + kMaskWords;
+
+// The memory of a routing block, in words: per expert its first index and a mask of the tile's
+// tokens, and the sanitised entries of the block's first tile.
+JAX_EP_HD constexpr int64_t route_workspace_words(const WindowShape& shape) {
+  return int64_t{shape.num_experts} * (1 + kMaskWords) +
+         int64_t{kTileTokens} * shape.num_experts_per_tok;
+}
 
 struct RouteArgs {
   const int32_t* topk_idx;  // [T, K]
   int32_t* sanitised;       // [T, K]
-  uint32_t* workspace;      // [E * kRouteWordsPerExpert]
+  uint32_t* workspace;      // [route_workspace_words]
   int num_blocks;           // that route; at most the grid and kMaxRoutingBlocks
+
+  __device__ int32_t* first_tile(const WindowShape& shape) const {
+    return reinterpret_cast<int32_t*>(workspace) + int64_t{shape.num_experts} * (1 + kMaskWords);
+  }
 };
 
 // The same rule as sanitised_expert(), for a warp that holds whole tokens, one entry a lane.
@@ -61,6 +71,7 @@ __device__ inline void count_entries(const Operation& op, const RouteArgs& args)
   const int tokens_per_warp = kWarp / num_experts_per_tok;
   const int offset = lane_id() / num_experts_per_tok;
   const int k = lane_id() % num_experts_per_tok;
+  int32_t* const first_tile = args.first_tile(op.layout.shape);
   const int step = static_cast<int>(blockDim.x) / kWarp * tokens_per_warp;
   for (int first = begin + warp_id() * tokens_per_warp; first < end; first += kAhead * step) {
     int entry[kAhead];
@@ -77,6 +88,9 @@ __device__ inline void count_entries(const Operation& op, const RouteArgs& args)
       const int expert = sanitise_in_warp(entry[i], offset, num_experts, &fault);
       if (offset < tokens_per_warp && token < end) {
         args.sanitised[int64_t{token} * num_experts_per_tok + k] = expert;
+        if (token < begin + kTileTokens) {
+          first_tile[(token - begin) * num_experts_per_tok + k] = expert;
+        }
         if (expert >= 0) atomicAdd(&args.workspace[expert], 1u);
         if (fault != RouteFault::kNone) record_fault(op, token, k, fault, entry[i]);
       }
@@ -85,7 +99,7 @@ __device__ inline void count_entries(const Operation& op, const RouteArgs& args)
 }
 
 __device__ inline void clear_workspace(const Operation& op, const RouteArgs& args) {
-  fill(args.workspace, int64_t{op.layout.shape.num_experts} * kRouteWordsPerExpert, 0u,
+  fill(args.workspace, int64_t{op.layout.shape.num_experts} * (1 + kMaskWords), 0u,
        static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
@@ -178,14 +192,16 @@ class Router {
     const int entries = tokens * num_experts_per_tok_;
     const int64_t first_entry = int64_t{tile} * num_experts_per_tok_;
     const int experts_per_rank = ctx_.op.layout.shape.experts_per_rank();
+    const int32_t* const experts =
+        tile == first_ ? args_.first_tile(ctx_.op.layout.shape) : args_.sanitised + first_entry;
     for (int i = threadIdx.x; i < entries; i += blockDim.x) {
-      const int expert = args_.sanitised[first_entry + i];
+      const int expert = experts[i];
       const int token = i / num_experts_per_tok_;
       if (expert >= 0) atomicOr(&masks_[token / 32 * num_experts_ + expert], 1u << (token % 32));
     }
     __syncthreads();
     for (int i = threadIdx.x; i < entries; i += blockDim.x) {
-      const int expert = args_.sanitised[first_entry + i];
+      const int expert = experts[i];
       SendRoute route{-1, kNoRoute};
       if (expert >= 0) {
         route.rank = expert / experts_per_rank;

@@ -33,7 +33,7 @@ ScratchLayout ScratchLayout::make(const WindowShape& shape, int max_tokens) {
   Offsets offsets;
   layout.routes = offsets.take(tokens * shape.num_experts_per_tok * int64_t{sizeof(SendRoute)});
   layout.block_counts = offsets.take(int64_t{kMaxRoutingBlocks} * shape.num_experts * 8);
-  layout.route_workspace = offsets.take(int64_t{kRouteWordsPerExpert} * shape.num_experts * 4);
+  layout.route_workspace = offsets.take(4 * route_workspace_words(shape));
   layout.row_bases = offsets.take(Placement::words(shape.num_experts, num_local) * 4);
   layout.row_mark_words = (most_rows + 31) / 32;
   layout.row_marks = offsets.take(layout.row_mark_words * 4);

@@ -83,7 +83,7 @@ struct Scratch {
   RankState* state;
   SendRoute* routes;       // [T, K]
   uint64_t* block_counts;  // [kMaxRoutingBlocks, E]: (epoch, entries of the block for that expert)
-  uint32_t* route_workspace;  // [E * kRouteWordsPerExpert], when shared memory has no room
+  uint32_t* route_workspace;  // [route_workspace_words], when shared memory has no room
   int32_t* row_bases;         // [E + E_l], likewise
   uint32_t* row_marks;        // [row_mark_words], a bit per output row, zero between operations
   int64_t row_mark_words;
