@@ -1,9 +1,9 @@
 # The CUDA backend: module _ffi_cuda, where there is a CUDA compiler or one is demanded.
 #
-#   JAX_EP_CUDA                OFF, ON, or AUTO (where nvcc is found). OFF until its tests pass on GPUs
+#   JAX_EP_CUDA                AUTO (where nvcc is found), ON or OFF
 #   JAX_EP_CUDA_ARCHITECTURES  as CMAKE_CUDA_ARCHITECTURES; "native" builds for the GPUs at hand
 
-set(JAX_EP_CUDA OFF CACHE STRING "Build the CUDA backend: OFF, ON or AUTO")
+set(JAX_EP_CUDA AUTO CACHE STRING "Build the CUDA backend: AUTO, ON or OFF")
 set_property(CACHE JAX_EP_CUDA PROPERTY STRINGS AUTO ON OFF)
 set(JAX_EP_CUDA_ARCHITECTURES "80;90a;100" CACHE STRING "GPU architectures to build kernels for")
 
