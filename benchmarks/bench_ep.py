@@ -1,13 +1,30 @@
 """Times dispatch, combine, round trip and forward+backward, beside what ``jax.lax`` offers.
 
-    python benchmarks/bench_ep.py            # 2 and 8 virtual CPU devices: 4 minutes, 2 quiet cores
-    python benchmarks/bench_ep.py --quick    # does it work and count, not how fast is it
-    python benchmarks/bench_ep.py --ranks 8 --shape 1024,1024,2,16 --json out
+    python benchmarks/bench_ep.py                    # all GPUs, or 2 and 8 virtual CPU devices
+    python benchmarks/bench_ep.py --quick            # does it work and count, not how fast is it
+    python benchmarks/bench_ep.py --ranks 1          # on one device, against jnp.argsort and take
+    python benchmarks/bench_ep.py --platform cpu --ranks 8 --shape 1024,1024,2,16 --json out
+    python benchmarks/bench_ep.py --list             # the points of a run on GPUs, by importance
+    python benchmarks/bench_ep.py --points 'T4096-*-64sm' --ops dispatch combine --peer peer.py
 
 All systems dispatch to identical expert-major rows and combine to the same sums, which every run
 checks, and their inputs and capacity are the same. Times are slopes between a short and a long
 chain of operations inside one jitted program; the number of calls in the compiled HLO is checked.
 Each number of ranks runs in a process of its own, with as many devices.
+
+On GPUs (where jax_ep's CUDA module is built and JAX sees them) the default run is the table of
+``ep_bench/points.py``, for as long as ``--budget`` lasts; ``--full`` measures every combination.
+Every record has the time in microseconds ("us", the median), its quartiles, "wire_gbps" and
+"floor_fraction". The wire's bytes are rows that cross the busiest direction of any rank's link, as
+the routing drawn has it: distinct (token, remote rank) pairs times the row's bytes for systems that
+send a token once to a rank, more for those that pad; a round trip crosses twice, forward+backward
+four times. The floor (``ep_bench/floor.py``) is the time that link and memory need at the least; it
+is a record too, and null where the device's rates are not known. "glue_us" is what the links of the
+chain cost, as part of "us". Results go to <device>-x<ranks>.json and a picture beside it.
+
+``--peer FILE.py`` adds another library; ``ep_bench/peer.py`` says what the file must define. Where
+the sources are no git repository, pass --commit, or set JAX_EP_COMMIT. The exit status is 1 if a
+system failed anywhere.
 """
 
 import argparse
@@ -16,39 +33,84 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 # For cases.py, the table of shapes for tests and benchmarks.
 sys.path.append(str(HERE.parent / "tests"))
 
-RANKS = (2, 8)
+GPU_BUDGET_S = 480.0
+# Of the budget, for the table and the picture.
+LAST_SECONDS = 5.0
 
 
 def main() -> None:
     """Measures every number of ranks in a subprocess, and shows and writes what it says."""
+    began = time.monotonic()
     options = _options()
     if options.worker:
         _work(options)
         return
-    directory = options.json
-    if directory is None and not (options.quick or options.shape or options.systems):
-        directory = HERE / "results"
-    for num_ranks in options.ranks or (RANKS[:1] if options.quick else RANKS):
-        _measure_in_subprocess(num_ranks, options.seed, directory)
+    from ep_bench import platforms
+
+    if options.list:
+        _list(options)
+        return
+    try:
+        options.platform, num_devices = platforms.choose(options.platform)
+    except ValueError as error:
+        sys.exit(str(error))
+    if options.budget is None and options.platform == "cuda" and not options.full:
+        options.budget = GPU_BUDGET_S
+    all_ranks = options.ranks or platforms.default_ranks(options.platform, num_devices)
+    if options.quick and not options.ranks:
+        all_ranks = all_ranks[:1]
+    failed = False
+    for place, num_ranks in enumerate(all_ranks):
+        share = None
+        if options.budget is not None:
+            left = options.budget - LAST_SECONDS - (time.monotonic() - began)
+            share = max(0.0, left / (len(all_ranks) - place))
+        failed |= _measure_in_subprocess(num_ranks, options, share)
+    sys.exit(1 if failed else 0)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
-        epilog="Without --json, only full runs (no --quick, --shape or --systems) write results, "
-        "to benchmarks/results.",
+        epilog="Without --json, only default and --full runs write results, to benchmarks/results: "
+        "none that is --quick or narrowed by --shape, --points, --systems, --ops or --peer.",
     )
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", help=f"numbers of devices (default {RANKS})")
+    add("--platform", choices=("cpu", "cuda"), help="default: GPUs where they can be used")
+    add("--ranks", type=int, nargs="+", help="numbers of devices (default: 2 and 8, or all GPUs)")
     add("--shape", type=_shape, action="append", help="T,H,K,E; may be given again")
+    add(
+        "--points", nargs="+", metavar="PATTERN", help="names of points on GPUs, as --list has them"
+    )
+    add("--list", action="store_true", help="list the points of a run on GPUs")
+    add("--full", action="store_true", help="every combination, on GPUs")
     add("--systems", nargs="+", help="names in ep_bench/systems.py")
-    add("--dtype", default="float32", help="type of the rows")
+    add("--ops", nargs="+", choices=("dispatch", "combine", "roundtrip", "fwd_bwd"))
+    add("--num-sms", type=int, nargs="+", help="of jax_ep's kernels, with --shape")
+    add("--dtype", help="type of the rows (default: bfloat16 on GPUs, float32 on CPUs)")
     add("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    add("--budget", type=float, metavar="SECONDS", help="on GPUs 480, unless --full")
+    add(
+        "--peer",
+        type=pathlib.Path,
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="another library; ep_bench/peer.py says what the file must define",
+    )
+    add(
+        "--chain",
+        choices=("loop", "data"),
+        help="how operations are chained (default: data on GPUs, loop on CPUs)",
+    )
+    add("--commit", help="what to record where git does not know")
     add("--json", type=pathlib.Path, metavar="DIR", help="where to write <device>-x<ranks>.json")
     add("--quick", action="store_true", help="one shape and two repeats")
     add("--worker", type=int, help=argparse.SUPPRESS)
@@ -62,56 +124,107 @@ def _shape(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def _measure_in_subprocess(num_ranks: int, seed: int, directory: pathlib.Path | None) -> None:
-    from ep_bench import report
+def _list(options: argparse.Namespace) -> None:
+    from ep_bench import points
 
-    # XLA takes the last of repeated flags.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_ranks}"
-    command = [sys.executable, __file__, *sys.argv[1:]]
-    command += ["--worker", str(num_ranks), "--seed", str(seed)]
-    environment, records = {}, []
+    for num_ranks in options.ranks or (2,):
+        for point in points.default(num_ranks, options.full):
+            print(f"{point.name:<26} {' '.join(point.ops):<38} {' '.join(point.systems)}")
+
+
+def _directory(options: argparse.Namespace) -> pathlib.Path | None:
+    narrowed = (
+        options.quick
+        or options.shape
+        or options.points
+        or options.systems
+        or options.ops
+        or options.peer
+    )
+    return options.json or (None if narrowed else HERE / "results")
+
+
+def _measure_in_subprocess(
+    num_ranks: int, options: argparse.Namespace, budget: float | None
+) -> bool:
+    """Returns whether something failed."""
+    from ep_bench import platforms, report
+
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker", str(num_ranks)]
+    command += ["--seed", str(options.seed), "--platform", options.platform]
+    if budget is not None:
+        command += ["--budget", str(budget)]
+    told: dict[str, list[Any]] = {"environment": [], "record": [], "failed": [], "left_out": []}
     with subprocess.Popen(
         command,
-        env=os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
+        env=os.environ | platforms.variables(options.platform, num_ranks),
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
         for line in process.stdout:
-            if not environment:
-                environment = json.loads(line)
+            if not line.startswith("{"):  # a library's
+                print(line, end="", file=sys.stderr)
                 continue
-            records.append(json.loads(line))
-            if not sys.stderr.isatty():
-                continue
-            done = "{op} {system} T={T} K={K} E={E} R={R}".format(**records[-1])
-            print(f"\r{done:<70}", end="\r", file=sys.stderr, flush=True)
-    if process.returncode:
+            for kind, what in json.loads(line).items():
+                told[kind] += what if isinstance(what, list) else [what]
+                _show_progress(kind, what, options.platform)
+    if process.returncode and (options.platform == "cpu" or not told["record"]):
         sys.exit(f"measuring {num_ranks} ranks failed, exit status {process.returncode}")
-    report.show(environment, records)
-    if directory is not None:
-        print(f"wrote {report.write_json(directory, environment, records)}")
+    if process.returncode:
+        told["failed"].append(f"the process ended early, exit status {process.returncode}")
+    environment = told["environment"][0]
+    environment |= {kind: told[kind] for kind in ("failed", "left_out") if told[kind]}
+    report.show(environment, told["record"])
+    if told["failed"]:
+        print(f"{len(told['failed'])} failures, see above", file=sys.stderr)
+    if told["left_out"]:
+        print(f"the budget left out {len(told['left_out'])} points:", *told["left_out"])
+    directory = _directory(options)
+    if directory is not None and told["record"]:
+        _write(directory, environment, told["record"])
+    return bool(told["failed"])
+
+
+def _show_progress(kind: str, what: Any, platform: str) -> None:
+    if kind == "failed":
+        print(f"failed: {what}", file=sys.stderr, flush=True)
+    if kind != "record":
+        return
+    done = "{op} {system} T={T} H={H} K={K} E={E} R={R}".format(**what)
+    if platform == "cuda":  # a log that says what was measured, should the run be cut
+        sms = "" if what["num_sms"] is None else f" {what['num_sms']} SMs"
+        print(f"{done}{sms}: {what['us']} us", file=sys.stderr, flush=True)
+    elif sys.stderr.isatty():
+        print(f"\r{done:<70}", end="\r", file=sys.stderr, flush=True)
+
+
+def _write(directory: pathlib.Path, environment: dict[str, Any], records: list) -> None:
+    from ep_bench import picture, report
+
+    path = report.write_json(directory, environment, records)
+    print(f"wrote {path}")
+    if environment["platform"] != "gpu":
+        return
+    try:
+        print(f"wrote {picture.draw(path, environment, records)}")
+    except ImportError as error:
+        print(f"drew no picture: {error}; pip install 'jax_ep[bench]' brings matplotlib")
 
 
 def _work(options: argparse.Namespace) -> None:
-    """In the subprocess: prints the environment and then each record, one JSON object a line."""
-    import cases
-    from ep_bench import measure, report, systems, timing
+    """In the subprocess: prints JSON objects, one a line: the environment, then what is found."""
+    began = time.monotonic()
+    from ep_bench import environment, measure, plan
 
-    unknown = set(options.systems or ()) - set(systems.SYSTEMS)
-    if unknown:
-        sys.exit(f"--systems {sorted(unknown)} are not known; choose from {list(systems.SYSTEMS)}")
-    named = [(case.T, case.H, case.K, case.E) for case in cases.BENCHMARK_CASES]
-    settings = measure.Settings(
-        shapes=options.shape or (named[:1] if options.quick else named),
-        systems=options.systems or systems.DEFAULT_SYSTEMS,
-        dtype=options.dtype,
-        seed=options.seed,
-        lengths=(1, 2) if options.quick else (1, 5),
-        limits=timing.Limits(2, 2, 0.0) if options.quick else timing.Limits(5, 40, 3.0),
-    )
-    print(json.dumps(report.environment(options.worker, options.seed)), flush=True)
-    for record in measure.measure(options.worker, settings):
-        print(json.dumps(record), flush=True)
+    try:
+        mesh = plan.make_mesh(options.worker)
+        points, settings = plan.make(options, began)
+    except ValueError as error:
+        sys.exit(str(error))
+    facts = environment.describe(options.worker, options.seed, options.commit)
+    print(json.dumps({"environment": facts}), flush=True)
+    for said in measure.measure(mesh, points, settings):
+        print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,17 @@
-"""Programs of N operations in a row, from which a timer takes the cost of one as a slope."""
+"""Programs of N operations in a row, from which a timer takes the cost of one as a slope.
+
+The chains here, of style "loop", are for CPUs. Those for GPUs, of style "data", are in ``linked``.
+"""
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from . import linked
 from .systems import Operations
 from .workload import AXIS
 
@@ -106,32 +113,64 @@ def _glue(ops: Operations, inputs, never, length):
     return inputs[0]
 
 
-# Of every operation: its chain, and which of a system's calls one operation makes. All chains
-# return x, so that the results of a run can be checked.
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A chain.
+
+    Attributes:
+        build: ``(ops, inputs, never, length) -> results``, inside ``jax.shard_map``.
+        parts: which of a system's calls one operation makes.
+        returns_rows: whether the results are the rows and group sizes of the last dispatch;
+            otherwise they are x again.
+    """
+
+    build: Callable
+    parts: tuple[str, ...]
+    returns_rows: bool = False
+
+
+PARTS = {
+    "dispatch": ("dispatch",),
+    "combine": ("combine",),
+    "roundtrip": ("dispatch", "combine"),
+    "fwd_bwd": ("dispatch", "combine", "backward"),
+    "glue": (),
+}
+
 CHAINS = {
-    "dispatch": (_dispatch, ("dispatch",)),
-    "combine": (_combine, ("combine",)),
-    "roundtrip": (_roundtrip, ("dispatch", "combine")),
-    "fwd_bwd": (_fwd_bwd, ("dispatch", "combine", "backward")),
-    "glue": (_glue, ()),
+    "loop": {
+        "dispatch": Chain(_dispatch, PARTS["dispatch"]),
+        "combine": Chain(_combine, PARTS["combine"]),
+        "roundtrip": Chain(_roundtrip, PARTS["roundtrip"]),
+        "fwd_bwd": Chain(_fwd_bwd, PARTS["fwd_bwd"]),
+        "glue": Chain(_glue, PARTS["glue"]),
+    },
+    "data": {
+        "dispatch": Chain(linked.dispatch, PARTS["dispatch"], returns_rows=True),
+        "combine": Chain(linked.combine, PARTS["combine"]),
+        "roundtrip": Chain(linked.roundtrip, PARTS["roundtrip"]),
+        "fwd_bwd": Chain(linked.fwd_bwd, PARTS["fwd_bwd"]),
+        "glue": Chain(linked.glue, PARTS["glue"]),
+    },
 }
 
 
-def compile_chain(op: str, ops: Operations, mesh: Mesh, args, length: int) -> jax.stages.Compiled:
+def compile_chain(
+    chain: Chain, ops: Operations, mesh: Mesh, args, length: int
+) -> jax.stages.Compiled:
     """Compiles ``length`` operations in a row.
 
     Args:
-        op: a name in ``CHAINS``.
+        chain: one of ``CHAINS``.
         ops: the system.
         mesh: as many devices as ranks.
         args: x, topk_idx, topk_weights, all ranks stacked, and ``never``.
         length: at least 1.
     """
     split = PartitionSpec(AXIS)
-    chain, _ = CHAINS[op]
 
     def program(x, topk_idx, topk_weights, never):
-        return chain(ops, (x, topk_idx, topk_weights), never, length)
+        return chain.build(ops, (x, topk_idx, topk_weights), never, length)
 
     sharded = jax.shard_map(
         program, mesh=mesh, in_specs=(split, split, split, PartitionSpec()), out_specs=split

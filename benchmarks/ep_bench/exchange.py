@@ -48,7 +48,7 @@ class Sent:
 def dispatch(
     transport: ModuleType, sizes: Sizes, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array
 ) -> Sent:
-    """Sends x ``[T, H]`` to the experts in topk_idx ``[T, K]``, by ``padded`` or ``gathered``."""
+    """Sends x ``[T, H]`` to the experts in topk_idx ``[T, K]``, over the transport."""
     route, experts, weights = transport.route(sizes, topk_idx, topk_weights)
     rows, entry_of_row, group_sizes = place(experts, sizes.experts_per_rank, sizes.capacity)
     received = transport.send(sizes, route, x)

@@ -15,7 +15,22 @@ COLLECTIVES = (
 
 _COLLECTIVE = re.compile(rf"\s({'|'.join(COLLECTIVES)})(?:-start)?\(")
 _TARGET = re.compile(r'custom_call_target="(jax_ep_\w+)"')
-_COPY = re.compile(r"= \w+\[([\d,]+)\]\S* copy\(")
+_COPY = re.compile(r"= \(?\w+\[([\d,]+)\][^=\n]*? copy(?:-start)?\(")
+# A computation that XLA runs as one: the entry, and in it parts that it records as graphs.
+_RUN = re.compile(r"^(?:ENTRY |%?command_buffer).*?^}", re.MULTILINE | re.DOTALL)
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?)\s([\w\-]+)\(", re.MULTILINE)
+_DIMENSIONS = re.compile(r"\w+\[([\d,]+)\]")
+# They name what is there already; what is started is counted when it is done.
+_MAKES_NOTHING = {
+    "bitcast",
+    "call",
+    "copy",
+    "copy-done",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "tuple",
+}
 
 
 def count_calls(text: str) -> collections.Counter:
@@ -24,10 +39,30 @@ def count_calls(text: str) -> collections.Counter:
 
 
 def count_copies(text: str, at_least: int) -> int:
-    """Copies of arrays of at least so many elements in the entry computation."""
-    entry = text[text.index("\nENTRY ") :]
-    shapes = (tuple(map(int, dims.split(","))) for dims in _COPY.findall(entry))
-    return sum(math.prod(shape) >= at_least for shape in shapes)
+    """Copies of arrays of at least so many elements, in what is run."""
+    found = (dims for part in _RUN.findall(text) for dims in _COPY.findall(part))
+    return sum(_elements(dims) >= at_least for dims in found)
+
+
+def count_arrays(text: str, elements: int) -> int:
+    """Instructions, in what is run, that write an array of exactly so many elements."""
+    return sum(
+        any(_elements(dims) == elements for dims in _DIMENSIONS.findall(shape))
+        for part in _RUN.findall(text)
+        for shape, opcode in _INSTRUCTION.findall(part)
+        if opcode not in _MAKES_NOTHING and not opcode.endswith("-start")
+    )
+
+
+def _elements(dims: str) -> int:
+    return math.prod(map(int, dims.split(",")))
+
+
+def added_copies(texts: dict[int, str], at_least: int) -> float:
+    """Copies of at least so many elements that one operation added to a chain brings."""
+    short, long = sorted(texts)
+    grown = count_copies(texts[long], at_least) - count_copies(texts[short], at_least)
+    return grown / (long - short)
 
 
 def check_calls(name: str, texts: dict[int, str], calls: collections.Counter) -> None:
@@ -53,16 +88,56 @@ def check_calls(name: str, texts: dict[int, str], calls: collections.Counter) ->
         )
 
 
+def count_row_collectives(text: str, at_least: int) -> int:
+    """Collectives of any kind whose results have at least so many elements together."""
+    found = ((shape, opcode.removesuffix("-start")) for shape, opcode in _INSTRUCTION.findall(text))
+    return sum(
+        opcode in COLLECTIVES
+        and sum(_elements(dims) for dims in _DIMENSIONS.findall(shape)) >= at_least
+        for shape, opcode in found
+    )
+
+
+def check_row_collectives(name: str, texts: dict[int, str], each: int, at_least: int) -> None:
+    """Checks that each operation added to a chain adds collectives of at least so many elements.
+
+    Raises:
+        AssertionError: they are fewer than ``each``; operations were merged or dropped.
+    """
+    short, long = sorted(texts)
+    counts = {length: count_row_collectives(text, at_least) for length, text in texts.items()}
+    if counts[long] - counts[short] < each * (long - short):
+        raise AssertionError(
+            f"{name}: from {short} to {long} operations the collectives of {at_least} elements or "
+            f"more grew from {counts[short]} to {counts[long]}, less than {each} for each"
+        )
+
+
+def check_arrays(name: str, texts: dict[int, str], elements: int) -> None:
+    """Checks that each operation added to a chain writes one array more of so many elements.
+
+    Raises:
+        AssertionError: results that only the chain's last operation needs whole were cut down.
+    """
+    short, long = sorted(texts)
+    grown = count_arrays(texts[long], elements) - count_arrays(texts[short], elements)
+    if grown < long - short:
+        raise AssertionError(
+            f"{name}: from {short} to {long} operations the compiled program grew by {grown} "
+            f"arrays of {elements} elements"
+        )
+
+
 def check_copies(name: str, texts: dict[int, str], at_least: int) -> None:
     """Checks that operations added to a chain add no copies of arrays of at least so many elements.
 
     Raises:
         AssertionError: they do; a slope would include the chain's own copies.
     """
-    short, long = sorted(texts)
-    copies = count_copies(texts[long], at_least) - count_copies(texts[short], at_least)
+    copies = added_copies(texts, at_least)
     if copies:
+        short, long = sorted(texts)
         raise AssertionError(
-            f"{name}: from {short} to {long} operations the compiled program grew by {copies} "
-            f"copies of {at_least} elements or more"
+            f"{name}: from {short} to {long} operations the compiled program grew by {copies:g} "
+            f"copies of {at_least} elements or more for each"
         )

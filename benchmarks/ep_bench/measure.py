@@ -1,180 +1,324 @@
-"""Measures one number of ranks in this process, which has as many devices."""
+"""Measures points in this process, which has as many devices as ranks.
+
+One process drives all ranks. Where several do, all must run the same programs in the same order:
+give ``timing.Limits`` equal numbers of repeats, and no budget.
+"""
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cases
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from . import chains, hlo, timing, workload
-from .systems import SYSTEMS, Operations
+from . import chains, floor, hlo, linked, timing, workload
+from .checks import Truth
+from .points import Point
+from .systems import Operations, System
 
-# Of the largest number in x, after the longest chain.
-TOLERANCES = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}
+KEPT_SHAPES = 8
 
-OPS = ("dispatch", "combine", "roundtrip", "fwd_bwd")
+# By operation, then system, then chain length.
+Programs = dict[str, dict[str, dict[int, jax.stages.Compiled]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure, and how long.
+    """How to measure.
 
     Attributes:
-        shapes: of (T, H, K, E).
-        systems: names in ``SYSTEMS``.
+        systems: by name.
         dtype: of the rows.
         seed: of the inputs.
-        lengths: of the short and the long chain.
+        style: of chains, a key of ``chains.CHAINS``.
+        lengths: short and long chain of a system at T tokens.
         limits: of timing.
+        budget_s: seconds after which no point begins; None for no end.
+        rates: of the devices, or None.
     """
 
-    shapes: Sequence[tuple[int, int, int, int]]
-    systems: Sequence[str]
+    systems: Mapping[str, System]
     dtype: str
     seed: int
-    lengths: tuple[int, int]
+    style: str
+    lengths: Callable[[System, int], tuple[int, int]]
     limits: timing.Limits
+    budget_s: float | None = None
+    rates: floor.Rates | None = None
 
 
-def measure(num_ranks: int, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yields the records of all shapes, operations and systems on ``num_ranks`` devices."""
-    mesh = Mesh(np.array(jax.devices()[:num_ranks]), (workload.AXIS,))
-    rng = np.random.default_rng(settings.seed)
-    for T, H, K, E in settings.shapes:
-        case = cases.Case(name="benchmark", T=T, H=H, K=K, E=E, R=num_ranks, dtype=settings.dtype)
-        yield from _measure_workload(workload.make(case, rng), mesh, settings)
+def measure(mesh: Mesh, points: Sequence[Point], settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yields ``{"record": ...}``, ``{"failed": text}`` and ``{"left_out": [names]}`` of all points.
 
-
-def _measure_workload(
-    load: workload.Workload, mesh: Mesh, settings: Settings
-) -> Iterator[dict[str, Any]]:
-    args = device_args(load, mesh)
-    with contextlib.ExitStack() as stack:
-        opened = {
-            name: stack.enter_context(SYSTEMS[name].open(load, mesh)) for name in settings.systems
-        }
-        for name, ops in opened.items():
-            check_rows(name, ops, load, mesh, args)
-        glue = _time_op("glue", opened, load, mesh, args, settings)
-        for op in OPS:
-            for name, slope in _time_op(op, opened, load, mesh, args, settings).items():
-                yield _record(op, name, load, slope) | {"glue_us": round(glue[name].us, 1)}
-
-
-def device_args(load: workload.Workload, mesh: Mesh) -> tuple[jax.Array, ...]:
-    """Arguments of a chain: the inputs, split over the mesh, and the 0 of ``chains.opaque``."""
-    split = NamedSharding(mesh, PartitionSpec(workload.AXIS))
-    inputs = (load.inputs.x, load.inputs.topk_idx, load.inputs.topk_weights)
-    never = jax.device_put(np.int32(0), NamedSharding(mesh, PartitionSpec()))
-    return (*(jax.device_put(array, split) for array in inputs), never)
-
-
-def check_rows(
-    name: str, ops: Operations, load: workload.Workload, mesh: Mesh, args: tuple[jax.Array, ...]
-) -> None:
-    """Checks that a system dispatches exactly the rows and group sizes that the routing asks for.
-
-    Raises:
-        AssertionError: it does not.
+    A point is left out when the time left is less than a point of the same systems has taken. A
+    system that fails does not hold up the others.
     """
+    began = time.monotonic()
+    run = _Run(mesh, settings)
+    longest: dict[tuple[str, ...], float] = {}
+    left_out = []
+    for point in points:
+        start = time.monotonic()
+        end = start + longest.get(point.systems, 0)
+        if settings.budget_s is not None and end > began + settings.budget_s:
+            left_out.append(point.name)
+            continue
+        yield from run.measure_point(point)
+        seconds = time.monotonic() - start
+        longest[point.systems] = max(longest.get(point.systems, 0), seconds)
+    if left_out:
+        yield {"left_out": left_out}
 
-    def program(x, topk_idx, topk_weights):
-        sent = ops.dispatch(x, topk_idx, topk_weights)
-        return sent.tokens, sent.group_sizes
 
-    split = PartitionSpec(workload.AXIS)
-    sharded = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=split, out_specs=split))
-    tokens, group_sizes = (np.asarray(array) for array in sharded(*args[:3]))
-    tokens = tokens.reshape(load.sizes.R, load.sizes.capacity, load.sizes.H)
-    group_sizes = group_sizes.reshape(load.sizes.R, -1)
-    for rank in range(load.sizes.R):
-        rows, counts = workload.expected_rows(load, rank)
-        same = np.array_equal(tokens[rank, : len(rows)], rows)
-        if not same or not np.array_equal(group_sizes[rank], counts):
-            raise AssertionError(f"{name} does not dispatch the expected rows to rank {rank}")
+class _Run:
+    """What points share: inputs of a shape, the chain's own cost, which floors are known."""
+
+    def __init__(self, mesh: Mesh, settings: Settings):
+        self._mesh, self._settings = mesh, settings
+        self._glue: dict[str, timing.Slope] = {}
+        self._floors: set[tuple[str, workload.Sizes]] = set()
+        self._truth = functools.lru_cache(KEPT_SHAPES)(functools.partial(_truth, mesh, settings))
+
+    def measure_point(self, point: Point) -> Iterator[dict[str, Any]]:
+        """Yields records and failures of all its systems and operations."""
+        failures: list[str] = []
+        with _noting(failures, "set-up"):
+            truth = self._truth(point.T, point.H, point.K, point.E)
+            with contextlib.ExitStack() as stack:
+                opened = self._open(stack, point, truth, failures)
+                for record in self._time(point, opened, truth, failures):
+                    yield {"record": record}
+            for record in self._floor_records(point, truth.load):
+                yield {"record": record}
+        for failure in failures:
+            yield {"failed": f"{point.name}: {failure}"}
+
+    def _open(self, stack, point: Point, truth: Truth, failures) -> dict[str, Operations]:
+        opened = {}
+        for name in point.systems:
+            with _noting(failures, f"{name} set-up"):
+                manager = self._settings.systems[name].open(truth.load, truth.mesh, point.num_sms)
+                ops = stack.enter_context(manager)
+                truth.check_dispatch(name, ops)
+                opened[name] = ops
+        return opened
+
+    def _time(self, point: Point, opened, truth: Truth, failures) -> Iterator[dict[str, Any]]:
+        settings = self._settings
+        todo = {
+            op: {name: ops for name, ops in opened.items() if op in settings.systems[name].ops}
+            for op in point.ops
+        }
+        todo = {"glue": self._systems_to_glue(opened)} | todo
+        programs = compile_all(todo, truth, settings, failures)
+        for op, by_system in programs.items():
+            slopes = {}
+            with _noting(failures, op):
+                slopes = _time_op(op, by_system, truth, settings)
+            if op == "glue":
+                self._glue |= slopes
+                continue
+            for name, slope in slopes.items():
+                system = settings.systems[name]
+                num_sms = None if system.calls is not None and not system.opaque else point.num_sms
+                record = _record(op, system, num_sms, truth.load, slope, settings)
+                record["glue_us"] = self._glue_us(op, system)
+                if settings.style == "data":
+                    record["row_copies"] = _copies(by_system[name], truth.load)
+                yield record
+
+    def _systems_to_glue(self, opened: dict[str, Operations]) -> dict[str, Operations]:
+        """All; for linked chains the first alone, and once a run, for theirs do not depend on it"""
+        if self._settings.style == "loop":
+            return opened
+        return {} if self._glue else dict(list(opened.items())[:1])
+
+    def _glue_us(self, op: str, system: System) -> float | None:
+        if self._settings.style == "loop":
+            slope = self._glue.get(system.name)
+        elif linked.has_glue(op, system.opaque):
+            slope = next(iter(self._glue.values()), None)
+        else:
+            return 0.0
+        return None if slope is None else round(slope.us, 1)
+
+    def _floor_records(self, point: Point, load: workload.Workload) -> Iterator[dict[str, Any]]:
+        if self._settings.rates is None:
+            return
+        for op in point.ops:
+            if (op, load.sizes) not in self._floors:
+                self._floors.add((op, load.sizes))
+                yield _floor_record(op, load, self._settings.rates)
 
 
-def _time_op(
-    op: str,
-    opened: dict[str, Operations],
-    load: workload.Workload,
-    mesh: Mesh,
-    args: tuple[jax.Array, ...],
+def compile_all(
+    todo: Mapping[str, Mapping[str, Operations]],
+    truth: Truth,
     settings: Settings,
-) -> dict[str, timing.Slope]:
-    def compiled(name: str) -> dict[int, jax.stages.Compiled]:
-        return compile_chains(op, name, opened[name], load, mesh, args, settings.lengths)
+    failures: list[str],
+) -> Programs:
+    """Compiles the chains of operations and systems, and checks their HLO and their results.
 
-    # XLA compiles outside Python's lock, for the most part on one core a program. Only compiling is
-    # done side by side: two programs that run at once may starve each other's collectives.
+    XLA compiles outside Python's lock, for the most part on one core a program. Only compiling is
+    done side by side: two programs that run at once may starve each other's collectives.
+    """
+    compiling: dict[tuple[str, str], dict[int, concurrent.futures.Future]] = {}
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        programs = dict(zip(opened, pool.map(compiled, opened), strict=True))
-    calls = {}
-    for name, by_length in programs.items():
-        for length, program in by_length.items():
-            check_result(f"{name} {op} x{length}", program(*args), load)
-        calls[name] = {
-            length: functools.partial(_run, program, args) for length, program in by_length.items()
-        }
-    return timing.slopes(calls, settings.limits)
+        for op, by_system in todo.items():
+            chain = chains.CHAINS[settings.style][op]
+            for name, ops in by_system.items():
+                compiling[op, name] = {
+                    length: pool.submit(
+                        chains.compile_chain, chain, ops, truth.mesh, truth.args, length
+                    )
+                    for length in settings.lengths(settings.systems[name], truth.load.sizes.T)
+                }
+    programs: Programs = {op: {} for op in todo}
+    for (op, name), futures in compiling.items():
+        with _noting(failures, f"{name} {op}"):
+            compiled = {length: future.result() for length, future in futures.items()}
+            check_hlo(op, settings.systems[name], compiled, truth, settings.style)
+            for length, program in compiled.items():
+                _check_results(f"{name} {op} x{length}", op, program(*truth.args), truth, settings)
+            programs[op][name] = compiled
+    return programs
 
 
-def compile_chains(
+def check_hlo(
     op: str,
-    name: str,
-    ops: Operations,
-    load: workload.Workload,
-    mesh: Mesh,
-    args: tuple[jax.Array, ...],
-    lengths: tuple[int, int],
-) -> dict[int, jax.stages.Compiled]:
-    """Compiles a system's short and long chain and checks their HLO.
+    system: System,
+    compiled: Mapping[int, jax.stages.Compiled],
+    truth: Truth,
+    style: str,
+) -> None:
+    """Checks that chains hold the operations that they are timed for, and no copies of their own.
+
+    Where XLA can look into a linked chain's system, it may combine, split or replace collectives,
+    and its copies there are the system's own: then nothing is asked but that the rows travel and
+    are written as often as they must.
 
     Raises:
-        AssertionError: the chains do not hold the calls they should.
+        AssertionError: they do not.
     """
-    compiled = {length: chains.compile_chain(op, ops, mesh, args, length) for length in lengths}
+    if system.calls is None:
+        return
+    name = f"{system.name} {op}"
     texts = {length: program.as_text() for length, program in compiled.items()}
-    _, parts = chains.CHAINS[op]
-    hlo.check_calls(f"{name} {op}", texts, SYSTEMS[name].calls_of(parts))
-    if not SYSTEMS[name].copies_rows:
-        hlo.check_copies(f"{name} {op}", texts, load.sizes.T * load.sizes.H)
-    return compiled
+    parts, sizes = chains.PARTS[op], truth.load.sizes
+    if system.opaque or style == "loop":
+        hlo.check_calls(name, texts, system.calls_of(parts))
+        if not system.copies_rows:
+            hlo.check_copies(name, texts, sizes.T * sizes.H)
+        return
+    if op == "glue":
+        return
+    # A backward pass sends rows twice.
+    each = sum(1 + (part == "backward") for part in parts if system.calls[part])
+    if truth.mesh.devices.flat[0].platform != "cpu":  # which removes the barriers too early
+        hlo.check_row_collectives(name, texts, each, sizes.T * sizes.H)
+        rows = sizes.capacity if op == "dispatch" else sizes.T
+        hlo.check_arrays(name, texts, rows * sizes.H)
 
 
-def check_result(name: str, result: jax.Array, load: workload.Workload) -> None:
-    """Checks that a chain returned x.
+def _check_results(name: str, op: str, results, truth: Truth, settings: Settings) -> None:
+    if chains.CHAINS[settings.style][op].returns_rows:
+        truth.check_rows(name, *results)
+    else:
+        truth.check_sums(name, results)
 
-    Raises:
-        AssertionError: it did not.
-    """
-    x = np.asarray(load.inputs.x, np.float32)
-    tolerance = np.abs(x).max() * TOLERANCES[load.case.dtype]
-    error = np.abs(np.asarray(result, np.float32) - x).max(initial=0)
-    if not error <= tolerance:
-        raise AssertionError(f"{name}: the result is wrong by {error}, more than {tolerance}")
+
+def _time_op(op: str, by_system, truth: Truth, settings: Settings) -> dict[str, timing.Slope]:
+    if not by_system:
+        return {}
+    calls = {
+        name: {
+            length: functools.partial(_run, program, truth.args)
+            for length, program in compiled.items()
+        }
+        for name, compiled in by_system.items()
+    }
+    return timing.slopes(calls, settings.limits)
 
 
 def _run(program: jax.stages.Compiled, args: tuple[jax.Array, ...]) -> None:
     jax.block_until_ready(program(*args))
 
 
-def _record(op: str, name: str, load: workload.Workload, slope: timing.Slope) -> dict[str, Any]:
-    sizes = load.sizes
+def _truth(mesh: Mesh, settings: Settings, T: int, H: int, K: int, E: int) -> Truth:
+    R = mesh.devices.size
+    case = cases.Case(name="benchmark", T=T, H=H, K=K, E=E, R=R, dtype=settings.dtype)
+    rng = np.random.default_rng((settings.seed, T, H, K, E))
+    return Truth(workload.make(case, rng), mesh)
+
+
+@contextlib.contextmanager
+def _noting(failures: list[str], name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        failures.append(f"{name}: {type(error).__name__}: {error}")
+
+
+def _copies(compiled: Mapping[int, jax.stages.Compiled], load: workload.Workload) -> float:
+    texts = {length: program.as_text() for length, program in compiled.items()}
+    return hlo.added_copies(texts, load.sizes.T * load.sizes.H)
+
+
+def _record(
+    op: str,
+    system: System,
+    num_sms: int | None,
+    load: workload.Workload,
+    slope: timing.Slope,
+    settings: Settings,
+) -> dict[str, Any]:
+    sizes, itemsize = load.sizes, jnp.dtype(load.case.dtype).itemsize
+    wire_bytes = wire_gbps = fraction = None
+    if system.wire_rows is not None:
+        phases = len(floor.PHASES[op])
+        wire_bytes = phases * system.wire_rows(sizes) * sizes.H * itemsize
+        wire_gbps = round(wire_bytes / slope.us / 1e3, 1) if slope.us > 0 else None
+    if settings.rates is not None and slope.us > 0:
+        least = floor.floor_us(op, sizes, itemsize, settings.rates, system.expanded)
+        fraction = round(least / slope.us, 3)
     return {
-        "op": op,
-        "system": name,
-        **{axis: getattr(sizes, axis) for axis in "THKER"},
-        "dtype": load.case.dtype,
+        **_identity(op, system.name, load, num_sms),
         **{field: _rounded(number) for field, number in dataclasses.asdict(slope).items()},
         "capacity": sizes.capacity,
+        "wire_bytes": wire_bytes,
+        "wire_gbps": wire_gbps,
+        "floor_fraction": fraction,
+    }
+
+
+def _floor_record(op: str, load: workload.Workload, rates: floor.Rates) -> dict[str, Any]:
+    itemsize = jnp.dtype(load.case.dtype).itemsize
+    us = floor.floor_us(op, load.sizes, itemsize, rates)
+    wire_bytes = len(floor.PHASES[op]) * load.sizes.wire_rows * load.sizes.H * itemsize
+    return {
+        **_identity(op, "floor", load, None),
+        "us": round(us, 1),
+        "wire_bytes": wire_bytes,
+        "wire_gbps": round(wire_bytes / us / 1e3, 1),
+        "floor_fraction": 1.0,
+    }
+
+
+def _identity(op: str, system: str, load: workload.Workload, num_sms) -> dict[str, Any]:
+    return {
+        "op": op,
+        "system": system,
+        **{axis: getattr(load.sizes, axis) for axis in "THKER"},
+        "dtype": load.case.dtype,
+        "num_sms": num_sms,
     }
 
 

@@ -1,37 +1,11 @@
-"""Where the numbers come from, and how they are shown: environment, table, JSON."""
+"""How numbers are shown: tables and JSON."""
 
-import datetime
 import json
-import os
 import pathlib
-import platform
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def environment(num_ranks: int, seed: int) -> dict[str, Any]:
-    """Describes the process that measures; called there."""
-    import jax
-    import numpy as np
-
-    device = jax.devices()[0]
-    return {
-        "device": f"{device.device_kind} x{num_ranks}",
-        "platform": device.platform,
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": round(os.getloadavg()[0], 2),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "processes": jax.process_count(),
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seed": seed,
-    }
+from .environment import file_stem
 
 
 def write_json(
@@ -39,7 +13,7 @@ def write_json(
 ) -> pathlib.Path:
     """Writes ``<device>-x<ranks>.json`` and returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{environment['device'].lower().replace(' ', '-')}.json"
+    path = directory / f"{file_stem(environment['device'])}.json"
     path.write_text(
         json.dumps({"environment": environment, "records": list(records)}, indent=1) + "\n"
     )
@@ -47,12 +21,69 @@ def write_json(
 
 
 def show(environment: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
-    """Prints a table: an operation a line, a system a column, and native over the best other."""
+    """Prints the table that suits the platform."""
+    if not records:
+        print(f"{environment['device']}: nothing was measured")
+    elif environment["platform"] == "gpu":
+        _show_by_record(environment, records)
+    else:
+        _show_by_system(environment, records)
+
+
+def _show_by_record(environment: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    """A record a line; of a shape and operation, the fastest first."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((_shape(record), record["op"]), []).append(record)
+    header = ["shape", "operation", "system", "SMs", "us", "quartiles", "wire GB/s", "of floor"]
+    rows = [
+        [shape, op, *_cells(record)]
+        for (shape, op), group in groups.items()
+        for record in sorted(group, key=lambda record: record["us"])
+    ]
+    facts = ("device", "driver", "cuda", "jax", "commit", "seed")
+    _print_table(_title(environment, facts), header, rows, _caption(records))
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    quartiles = ""
+    if "us_low" in record:
+        quartiles = f"{record['us_low']:,.1f} - {record['us_high']:,.1f}"
+    return [
+        record["system"],
+        _or_empty(record["num_sms"], "d"),
+        f"{record['us']:,.1f}",
+        quartiles,
+        _or_empty(record["wire_gbps"], ",.1f"),
+        _or_empty(record["floor_fraction"], ".2f"),
+    ]
+
+
+def _or_empty(number: float | None, spec: str) -> str:
+    return "" if number is None else format(number, spec)
+
+
+def _shape(record: dict[str, Any]) -> str:
+    return " ".join(f"{axis}={record[axis]}" for axis in "THKE")
+
+
+def _title(environment: dict[str, Any], facts: Sequence[str]) -> str:
+    return ", ".join(f"{fact} {environment[fact]}" for fact in facts)
+
+
+def _caption(records: Sequence[dict[str, Any]]) -> str:
+    glue = max((record.get("glue_us") or 0 for record in records), default=0)
+    return (
+        f"medians; chaining alone costs at most {max(glue, 0):,.1f} us for each loop of the chain"
+    )
+
+
+def _show_by_system(environment: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+    """An operation a line, a system a column, and native over the best other."""
     systems = list(dict.fromkeys(record["system"] for record in records))
     lines: dict[tuple, dict[str, float]] = {}
     for record in records:
-        shape = tuple(f"{axis}={record[axis]}" for axis in "THKE")
-        lines.setdefault((" ".join(shape), record["op"]), {})[record["system"]] = record["us"]
+        lines.setdefault((_shape(record), record["op"]), {})[record["system"]] = record["us"]
     header = [
         "shape",
         "operation",
@@ -60,21 +91,17 @@ def show(environment: dict[str, Any], records: Sequence[dict[str, Any]]) -> None
         "native / best other",
     ]
     rows = [
-        [*line, *(f"{times[system]:,.0f}" for system in systems), _ratio(times)]
+        [*line, *(_or_empty(times.get(system), ",.0f") for system in systems), _ratio(times)]
         for line, times in lines.items()
     ]
     facts = ("device", "cpu", "cores", "load_average", "jax", "seed")
-    title = ", ".join(f"{fact} {environment[fact]}" for fact in facts)
-    glue = max(record["glue_us"] for record in records)
-    caption = (
-        f"medians; chaining alone costs at most {max(glue, 0):,.0f} us for each loop of the chain"
-    )
-    _print_table(title, header, rows, caption)
+    _print_table(_title(environment, facts), header, rows, _caption(records))
 
 
 def _ratio(times: dict[str, float]) -> str:
     """Empty where there is nothing to compare, or a slope drowned in noise."""
-    others = [us for system, us in times.items() if system not in ("native", "reference")]
+    ours = ("native", "native_unexpanded", "reference")
+    others = [us for system, us in times.items() if system not in ours]
     if "native" not in times or not others or min(*others, times["native"]) <= 0:
         return ""
     return f"{times['native'] / min(others):.2f}"
@@ -99,26 +126,3 @@ def _print_table(
         table.add_row(*row, end_section=last_of_shape)
     width = max(120, Console().width)
     Console(width=width).print(table)
-
-
-def _cpu_model() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def _commit() -> str:
-    """The checkout's commit, "+" behind it if files differ; "unknown" outside a repository."""
-    try:
-        commit = _git("rev-parse", "HEAD")
-        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _git(*command: str) -> str:
-    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()

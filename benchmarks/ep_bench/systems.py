@@ -4,7 +4,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +14,17 @@ from jax.sharding import Mesh
 
 import jax_ep
 
-from . import exchange, gathered, padded
-from .workload import AXIS, Workload
+from . import argsort, exchange, gathered, padded, ragged
+from .workload import AXIS, Sizes, Workload
+
+OPS = ("dispatch", "combine", "roundtrip", "fwd_bwd")
+
+# On GPUs. jax_ep's own default there, 300 s, would be most of a benchmark's time.
+TIMEOUT_S = 20.0
+
+
+def _tokens(sent) -> jax.Array:
+    return sent.tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +35,21 @@ class Operations:
         dispatch: ``(x, topk_idx, topk_weights) -> sent``, a pytree with ``tokens [capacity, H]``
             and ``group_sizes``, differentiable in x and topk_weights.
         combine: ``(y, sent) -> [T, H]``, differentiable in y and in the weights in sent.
+        rows: ``sent -> [capacity, H]``, the expert-major rows.
+        topk_idx: of systems that are custom calls and nothing else, into which XLA cannot look:
+            ``sent -> [T, K]``, a result of dispatch that equals topk_idx. ``linked`` chains them
+            by it.
     """
 
     dispatch: Callable[..., Any]
     combine: Callable[..., jax.Array]
+    rows: Callable[[Any], jax.Array] = _tokens
+    topk_idx: Callable[[Any], jax.Array] | None = None
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the system is custom calls and nothing else."""
+        return self.topk_idx is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +58,25 @@ class System:
 
     Attributes:
         name: as in the results' "system".
-        open: context manager of the Operations for a workload on a mesh.
+        open: context manager of the Operations, for a workload, a mesh and num_sms (or None).
         calls: how many of which calls, as ``hlo.count_calls`` names them, one "dispatch", one
-            "combine" and one "backward" (of both together) make.
+            "combine" and one "backward" (of both together) make. None if that is not known.
         copies_rows: whether XLA may copy arrays of rows between its steps.
+        opaque: as in Operations.
+        ops: which operations are its own.
+        wire_rows: rows that a dispatch, or a combine, sends over the busiest direction of any
+            rank's link; None where it is not known.
+        expanded: whether dispatch writes a row for each (token, expert).
     """
 
     name: str
-    open: Callable[[Workload, Mesh], contextlib.AbstractContextManager[Operations]]
-    calls: dict[str, dict[str, int]]
+    open: Callable[[Workload, Mesh, int | None], contextlib.AbstractContextManager[Operations]]
+    calls: Mapping[str, Mapping[str, int]] | None
     copies_rows: bool = False
+    opaque: bool = False
+    ops: tuple[str, ...] = OPS
+    wire_rows: Callable[[Sizes], int] | None = None
+    expanded: bool = True
 
     def calls_of(self, parts: tuple[str, ...]) -> collections.Counter:
         """Calls of all parts together."""
@@ -54,7 +84,9 @@ class System:
 
 
 @contextlib.contextmanager
-def _jax_ep(backend: str, workload: Workload, mesh: Mesh) -> Iterator[Operations]:
+def _jax_ep(
+    backend: str, workload: Workload, mesh: Mesh, num_sms: int | None, **options: Any
+) -> Iterator[Operations]:
     sizes = workload.sizes
     config = jax_ep.EpConfig(
         num_experts=sizes.E,
@@ -62,66 +94,131 @@ def _jax_ep(backend: str, workload: Workload, mesh: Mesh) -> Iterator[Operations
         hidden=sizes.H,
         max_tokens_per_rank=sizes.T,
         dtype=jnp.dtype(workload.case.dtype),
+        num_sms=num_sms,
+        timeout_s=None if mesh.devices.flat[0].platform == "cpu" else TIMEOUT_S,
     )
+    expanded = options.get("expand", True)
     with jax_ep.Buffer(mesh, AXIS, config, backend=backend) as buffer:
         yield Operations(
             dispatch=functools.partial(
-                jax_ep.dispatch, buffer, capacity=sizes.capacity, zero_tail=False
+                jax_ep.dispatch, buffer, capacity=sizes.capacity, zero_tail=False, **options
             ),
             combine=functools.partial(jax_ep.combine, buffer),
+            rows=_tokens if expanded else _mapped_tokens,
+            topk_idx=_sanitised_idx if backend == "native" else None,
         )
         buffer.check()
 
 
+def _sanitised_idx(sent: jax_ep.Routed) -> jax.Array:
+    return sent.handle.topk_idx
+
+
+def _mapped_tokens(sent: jax_ep.Routed) -> jax.Array:
+    """One copy for each (token, rank), gathered into expert-major rows."""
+    return sent.tokens.at[sent.row_map].get(mode="fill", fill_value=0)
+
+
 @contextlib.contextmanager
-def _collectives(transport, workload: Workload, mesh: Mesh) -> Iterator[Operations]:
+def _collectives(transport, workload: Workload, mesh: Mesh, num_sms) -> Iterator[Operations]:
     yield Operations(
         dispatch=functools.partial(exchange.dispatch, transport, workload.sizes),
         combine=functools.partial(exchange.combine, transport, workload.sizes),
     )
 
 
-SYSTEMS = {
-    system.name: system
-    for system in (
-        System(
-            name="native",
-            open=functools.partial(_jax_ep, "native"),
-            calls={
-                "dispatch": {"jax_ep_dispatch": 1},
-                "combine": {"jax_ep_combine": 1},
-                "backward": {"jax_ep_combine_grad": 1, "jax_ep_combine": 1},
-            },
-        ),
-        System(
-            name="padded_all_to_all",
-            open=functools.partial(_collectives, padded),
-            calls={
-                "dispatch": {"all-to-all": 2},
-                "combine": {"all-to-all": 1},
-                "backward": {"all-to-all": 3},
-            },
-        ),
-        System(
-            name="all_gather",
-            open=functools.partial(_collectives, gathered),
-            calls={
-                "dispatch": {"all-gather": 2},
-                "combine": {"reduce-scatter": 1},
-                "backward": {"all-gather": 1, "reduce-scatter": 2},
-            },
-        ),
-        System(
-            name="reference",
-            open=functools.partial(_jax_ep, "reference"),
-            calls={
-                "dispatch": {"all-gather": 3},
-                "combine": {"all-to-all": 1},
-                "backward": {"all-to-all": 1, "reduce-scatter": 2},
-            },
-            copies_rows=True,
-        ),
+@contextlib.contextmanager
+def _argsort(workload: Workload, mesh: Mesh, num_sms) -> Iterator[Operations]:
+    if workload.sizes.R != 1:
+        raise ValueError(f"argsort is for one rank, not for R={workload.sizes.R}; pass --ranks 1")
+    yield Operations(
+        dispatch=functools.partial(argsort.dispatch, workload.sizes),
+        combine=functools.partial(argsort.combine, workload.sizes),
     )
+
+
+_NATIVE_CALLS = {
+    "dispatch": {"jax_ep_dispatch": 1},
+    "combine": {"jax_ep_combine": 1},
+    "backward": {"jax_ep_combine_grad": 1, "jax_ep_combine": 1},
 }
 
-DEFAULT_SYSTEMS = ("native", "padded_all_to_all", "all_gather")
+
+def _table() -> Iterator[System]:
+    yield System(
+        name="native",
+        open=functools.partial(_jax_ep, "native"),
+        calls=_NATIVE_CALLS,
+        opaque=True,
+        wire_rows=lambda sizes: sizes.wire_rows,
+    )
+    if "expand" in inspect.signature(jax_ep.dispatch).parameters:
+        yield System(
+            name="native_unexpanded",
+            open=functools.partial(_jax_ep, "native", expand=False),
+            calls=_NATIVE_CALLS,
+            opaque=True,
+            ops=("dispatch",),
+            wire_rows=lambda sizes: sizes.wire_rows,
+            expanded=False,
+        )
+    yield System(
+        name="padded_all_to_all",
+        open=functools.partial(_collectives, padded),
+        calls={
+            "dispatch": {"all-to-all": 2},
+            "combine": {"all-to-all": 1},
+            "backward": {"all-to-all": 3},
+        },
+        wire_rows=lambda sizes: (sizes.R - 1) * sizes.slots,
+    )
+    yield System(
+        name="all_gather",
+        open=functools.partial(_collectives, gathered),
+        calls={
+            "dispatch": {"all-gather": 2},
+            "combine": {"reduce-scatter": 1},
+            "backward": {"all-gather": 1, "reduce-scatter": 2},
+        },
+        wire_rows=lambda sizes: (sizes.R - 1) * sizes.T,
+    )
+    yield System(
+        name="ragged_all_to_all",
+        open=functools.partial(_collectives, ragged),
+        calls={
+            "dispatch": {"all-gather": 1, "ragged-all-to-all": 2},
+            "combine": {"ragged-all-to-all": 1},
+            "backward": {"ragged-all-to-all": 3},
+        },
+        wire_rows=lambda sizes: sizes.wire_rows,
+    )
+    yield System(
+        name="reference",
+        open=functools.partial(_jax_ep, "reference"),
+        calls={
+            "dispatch": {"all-gather": 3},
+            "combine": {"all-to-all": 1},
+            "backward": {"all-to-all": 1, "reduce-scatter": 2},
+        },
+        copies_rows=True,
+    )
+    yield System(
+        name="argsort",
+        open=_argsort,
+        calls={"dispatch": {}, "combine": {}, "backward": {}},
+        copies_rows=True,
+        wire_rows=lambda sizes: 0,
+    )
+
+
+SYSTEMS = {system.name: system for system in _table()}
+
+# XLA:CPU has no ragged_all_to_all.
+GPU_ONLY = ("ragged_all_to_all",)
+
+
+def default_systems(num_ranks: int) -> tuple[str, ...]:
+    """What is compared where no table of points says it."""
+    if num_ranks == 1:
+        return ("native", "argsort")
+    return ("native", "padded_all_to_all", "all_gather")

@@ -5,6 +5,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
+SLOW_S = 0.3
+
 
 @dataclasses.dataclass(frozen=True)
 class Slope:
@@ -27,11 +29,16 @@ class Slope:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long to measure: a number of repeats between these, until ``seconds`` are spent."""
+    """How long to measure: a number of repeats between these, until ``seconds`` are spent.
+
+    Up to ``warm_ups`` runs of every program come before: on GPUs, XLA records a graph of a program
+    only when it has run a few times. Two of slow ones have to do.
+    """
 
     min_repeats: int
     max_repeats: int
     seconds: float
+    warm_ups: int = 0
 
 
 def slopes(
@@ -44,6 +51,9 @@ def slopes(
             lengths each.
         limits: when to stop.
     """
+    for by_length in programs.values():
+        for program in by_length.values():
+            _warm_up(program, limits.warm_ups)
     samples = {name: [] for name in programs}
     names = list(programs)
     start = time.perf_counter()
@@ -54,6 +64,14 @@ def slopes(
             name = names[(repeat + turn) % len(names)]
             samples[name].append(_slope(programs[name]))
     return {name: _summary(pairs) for name, pairs in samples.items()}
+
+
+def _warm_up(program: Callable[[], object], most: int) -> None:
+    start = time.perf_counter()
+    for run in range(most):
+        if run >= 2 and time.perf_counter() - start > SLOW_S:
+            return
+        program()
 
 
 def _slope(by_length: Mapping[int, Callable[[], object]]) -> tuple[float, float]:

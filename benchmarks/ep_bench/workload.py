@@ -19,7 +19,11 @@ class Sizes:
         capacity: rows of every rank's expert-major output, the same for all systems: as many as
             the fullest rank receives, rounded up.
         slots: messages from one rank to another, at most; what a capacity-padded exchange pads to.
+        messages: messages that one rank sends or receives, its own included, at most.
         fanout: experts of one rank that one token names, at most.
+        rows: rows that the fullest rank receives.
+        wire_rows: messages between different ranks that cross the busiest direction of any rank's
+            link: distinct (token, remote rank) pairs, the most that one rank sends or receives.
     """
 
     T: int
@@ -29,7 +33,10 @@ class Sizes:
     R: int
     capacity: int
     slots: int
+    messages: int
     fanout: int
+    rows: int
+    wire_rows: int
 
     @property
     def experts_per_rank(self) -> int:
@@ -64,29 +71,54 @@ def make(case: cases.Case, rng: np.random.Generator) -> Workload:
     return Workload(case=case, inputs=inputs, sizes=_sizes(case, inputs.topk_idx))
 
 
+def expected_sources(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Which token every rank should hold in each row, from numpy.
+
+    Returns:
+        int32 ``[R, capacity]``, places in the stacked x, -1 past the last row; and group sizes,
+        int32 ``[R, E_l]``.
+    """
+    sizes, topk_idx = workload.sizes, workload.inputs.topk_idx
+    expert = topk_idx.reshape(-1)
+    entry = np.argsort(expert, kind="stable")  # by expert, then source rank, then token
+    counts = np.bincount(expert, minlength=sizes.E).reshape(sizes.R, -1).astype(np.int32)
+    sources = np.full((sizes.R, sizes.capacity), -1, np.int32)
+    start = 0
+    for rank, rows in enumerate(counts.sum(axis=1)):
+        sources[rank, :rows] = entry[start : start + rows] // sizes.K
+        start += rows
+    return sources, counts
+
+
 def expected_rows(workload: Workload, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """A rank's tokens, ``[rows, H]`` expert by expert, and group sizes ``[E_l]``, from numpy."""
-    sizes, inputs = workload.sizes, workload.inputs
-    expert = inputs.topk_idx.reshape(-1)
-    entry = np.argsort(expert, kind="stable")  # by expert, then source rank, then token
-    here = entry[expert[entry] // sizes.experts_per_rank == rank]
-    counts = np.bincount(expert[here] % sizes.experts_per_rank, minlength=sizes.experts_per_rank)
-    return inputs.x[here // sizes.K], counts
+    sources, counts = (array[rank] for array in expected_sources(workload))
+    return workload.inputs.x[sources[sources >= 0]], counts
 
 
 def _sizes(case: cases.Case, topk_idx: np.ndarray) -> Sizes:
     owner = (topk_idx // case.experts_per_rank).reshape(case.R, case.T, case.K)
     entries = np.stack([(owner == rank).sum(axis=2) for rank in range(case.R)])  # [to, from, T]
+    messages = (entries > 0).sum(axis=2)  # [to, from]
+    remote = messages * (1 - np.eye(case.R, dtype=int))
+    rows = int(entries.sum(axis=(1, 2)).max())
     return Sizes(
         T=case.T,
         H=case.H,
         K=case.K,
         E=case.E,
         R=case.R,
-        capacity=_round_up(entries.sum(axis=(1, 2)).max(), CAPACITY_MULTIPLE),
-        slots=_round_up((entries > 0).sum(axis=2).max(), SLOTS_MULTIPLE),
+        capacity=_round_up(rows, CAPACITY_MULTIPLE),
+        slots=_round_up(messages.max(), SLOTS_MULTIPLE),
+        messages=_round_up(_busiest(messages), SLOTS_MULTIPLE),
         fanout=int(entries.max()),
+        rows=rows,
+        wire_rows=_busiest(remote),
     )
+
+
+def _busiest(messages: np.ndarray) -> int:
+    return int(max(messages.sum(axis=0).max(), messages.sum(axis=1).max()))
 
 
 def _round_up(number: int, multiple: int) -> int:
