@@ -36,7 +36,7 @@ def gpu_lengths(system: System, T: int) -> tuple[int, int]:
     XLA records graphs of five calls or more, so the short chain must have more too.
     """
     if system.opaque:
-        return (8, 68) if T <= 512 else (8, 28)
+        return (8, 208) if T <= 512 else (8, 128) if T <= 1024 else (8, 68)
     return (1, 5) if T <= 1024 else (1, 3)
 
 
