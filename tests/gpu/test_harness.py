@@ -59,7 +59,7 @@ RINGS = ("combine_feed.cuh", "combine_items.cuh", "combine_bulk.cuh", "outbox.cu
 JUDGED = {frozenset(pair) for pair in itertools.product((*RINGS, COPIES), repeat=2)}
 JUDGED |= {
     frozenset((ATOMICS,)),
-    *(frozenset((name, "publish")) for name in ("outbox.cuh", ATOMICS)),
+    *(frozenset((name, KERNEL)) for name in ("outbox.cuh", ATOMICS)),
 }
 SITE = re.compile(r"(?:Read|Write) access at (.*?)\+0x[0-9a-f]+(?: in ([\w.]+):\d+)?")
 
