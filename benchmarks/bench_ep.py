@@ -23,7 +23,7 @@ is a record too, and null where the device's rates are not known. "glue_us" is w
 chain cost, as part of "us". Results go to <device>-x<ranks>.json and a picture beside it.
 
 ``--peer FILE.py`` adds another library; ``ep_bench/peer.py`` says what the file must define. Where
-the sources are no git repository, pass --commit, or set JAX_EP_COMMIT. The exit status is 1 if a
+git does not know the sources, pass --commit, or set JAX_EP_COMMIT. The exit status is 1 if a
 system failed anywhere.
 """
 
@@ -110,7 +110,7 @@ def _options() -> argparse.Namespace:
         choices=("loop", "data"),
         help="how operations are chained (default: data on GPUs, loop on CPUs)",
     )
-    add("--commit", help="what to record where git does not know")
+    add("--commit", help="what to record instead of what git says")
     add("--json", type=pathlib.Path, metavar="DIR", help="where to write <device>-x<ranks>.json")
     add("--quick", action="store_true", help="one shape and two repeats")
     add("--worker", type=int, help=argparse.SUPPRESS)

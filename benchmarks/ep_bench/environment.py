@@ -18,7 +18,7 @@ def describe(num_ranks: int, seed: int, commit: str | None = None) -> dict[str, 
     Args:
         num_ranks: R.
         seed: of the inputs.
-        commit: what to say if there is no repository; None for the variable JAX_EP_COMMIT.
+        commit: of the sources; None for the variable JAX_EP_COMMIT or, without it, what git says.
     """
     import jax
     import numpy as np
@@ -39,7 +39,7 @@ def describe(num_ranks: int, seed: int, commit: str | None = None) -> dict[str, 
         "python": platform.python_version(),
         "numpy": np.__version__,
         "processes": jax.process_count(),
-        "commit": _commit() or commit or os.environ.get(COMMIT_VARIABLE) or "unknown",
+        "commit": commit or os.environ.get(COMMIT_VARIABLE) or _commit() or "unknown",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seed": seed,
     }

@@ -181,14 +181,14 @@ def test_files_are_named_by_device_and_ranks():
 
 
 def test_the_commit_can_be_told(monkeypatch):
-    monkeypatch.setattr(environment, "_commit", lambda: None)
-    monkeypatch.setenv(environment.COMMIT_VARIABLE, "from_the_variable")
-    assert environment.describe(1, 0)["commit"] == "from_the_variable"
-    assert environment.describe(1, 0, "from_the_option")["commit"] == "from_the_option"
-    monkeypatch.delenv(environment.COMMIT_VARIABLE)
-    assert environment.describe(1, 0)["commit"] == "unknown"
     monkeypatch.setattr(environment, "_commit", lambda: "from_git")
-    assert environment.describe(1, 0, "from_the_option")["commit"] == "from_git"
+    monkeypatch.setenv(environment.COMMIT_VARIABLE, "from_the_variable")
+    assert environment.describe(1, 0, "from_the_option")["commit"] == "from_the_option"
+    assert environment.describe(1, 0)["commit"] == "from_the_variable"
+    monkeypatch.delenv(environment.COMMIT_VARIABLE)
+    assert environment.describe(1, 0)["commit"] == "from_git"
+    monkeypatch.setattr(environment, "_commit", lambda: None)
+    assert environment.describe(1, 0)["commit"] == "unknown"
 
 
 @pytest.mark.parametrize("built", [False, True])
