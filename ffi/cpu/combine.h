@@ -21,6 +21,10 @@ struct CombineArgs {
   int64_t capacity;
   RowType row_type;
   int64_t hidden;
+
+  OperandView view() const {
+    return {y, capacity, num_tokens, row_weights, row_scalars, recv_rows};
+  }
 };
 
 // As run_dispatch.

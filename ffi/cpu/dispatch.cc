@@ -144,7 +144,9 @@ void Dispatch::send_token(uint64_t epoch, int token, int slot) {
 void Dispatch::write_message(char* to, int peer, int token) {
   const int topk = shape_.num_experts_per_tok;
   const int64_t first = static_cast<int64_t>(token) * topk;
-  std::memcpy(to, args_.x + token * shape_.row_bytes, shape_.row_bytes);
+  if (context_.operands_of(peer) == nullptr) {
+    std::memcpy(to, args_.x + token * shape_.row_bytes, shape_.row_bytes);
+  }
   const int32_t source_token = token;
   std::memcpy(to + message_.source_offset(), &source_token, sizeof(source_token));
   for (int k = 0; k < topk; ++k) {
@@ -261,10 +263,12 @@ bool Dispatch::receive_chunk(uint64_t epoch, TokenRange tokens) {
 }
 
 void Dispatch::expand_message(const char* from, int source, int token) {
+  const OperandView* operands = context_.operands_of(source);
+  const char* row = operands != nullptr ? operands->rows + token * shape_.row_bytes : from;
   for (int k = 0; k < shape_.num_experts_per_tok; ++k) {
     RouteEntry entry;
     std::memcpy(&entry, from + message_.entry_offset(k), sizeof(entry));
-    if (entry.route != kNoRoute) expand(from, source, token, k, entry.route, entry.weight);
+    if (entry.route != kNoRoute) expand(row, source, token, k, entry.route, entry.weight);
   }
 }
 

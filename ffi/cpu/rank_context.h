@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/faults.h"
+#include "cpu/operand_view.h"
 #include "protocol/error_record.h"
 #include "protocol/routing.h"
 #include "transport/window.h"
@@ -28,6 +29,14 @@ struct RankContext {
   // Files a record and poisons the group.
   std::function<void(const ErrorRecord&)> report;
   std::function<void(const DataFault&)> report_data_fault;
+
+  // By rank, of the operation that runs; null: windows carry the payload.
+  const OperandView* operands = nullptr;
+  // What may be read of a peer in place, and it of us; null: the windows carry what travels between
+  // the two.
+  const OperandView* operands_of(int peer) const {
+    return operands != nullptr ? &operands[peer] : nullptr;
+  }
 
   // Scratch of this worker, kept between operations.
   std::vector<uint32_t> routes;   // [T * K]

@@ -44,7 +44,12 @@ void StrandPool::submit(Strand* strand, Task task) {
   strand->tasks_.push_back(std::move(task));
   if (strand->active_) return;
   strand->active_ = true;
-  activate(strand);
+  enqueue({strand, nullptr});
+}
+
+void StrandPool::post(Completion completion) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  enqueue({nullptr, std::move(completion)});
 }
 
 bool StrandPool::idle(Strand* strand) {
@@ -52,8 +57,8 @@ bool StrandPool::idle(Strand* strand) {
   return !strand->active_;
 }
 
-void StrandPool::activate(Strand* strand) {
-  ready_.push_back(strand);
+void StrandPool::enqueue(Work work) {
+  ready_.push_back(std::move(work));
   if (idle_threads_ >= static_cast<int>(ready_.size())) {
     ready_changed_.notify_one();
   } else {
@@ -69,24 +74,31 @@ void StrandPool::run_thread() {
       ready_changed_.wait(lock);
       --idle_threads_;
     }
-    Strand* strand = ready_.front();
+    Work work = std::move(ready_.front());
     ready_.pop_front();
-    Task task = std::move(strand->tasks_.front());
-    strand->tasks_.pop_front();
-    lock.unlock();
-    Completion completion = run_task(task);
-    task = nullptr;  // what the task holds is released outside the lock
-    lock.lock();
-    if (strand->tasks_.empty()) {
-      strand->active_ = false;
-    } else {
-      activate(strand);
-    }
+    Completion completion =
+        work.strand != nullptr ? run_next_task(work.strand, &lock) : std::move(work.completion);
     lock.unlock();
     completion();
     completion = nullptr;
     lock.lock();
   }
+}
+
+// The strand is handed on before its completion can be run.
+Completion StrandPool::run_next_task(Strand* strand, std::unique_lock<std::mutex>* lock) {
+  Task task = std::move(strand->tasks_.front());
+  strand->tasks_.pop_front();
+  lock->unlock();
+  Completion completion = run_task(task);
+  task = nullptr;  // what the task holds is released outside the lock
+  lock->lock();
+  if (strand->tasks_.empty()) {
+    strand->active_ = false;
+  } else {
+    enqueue({strand, nullptr});
+  }
+  return completion;
 }
 
 }  // namespace jax_ep

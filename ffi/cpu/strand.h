@@ -36,17 +36,26 @@ class StrandPool {
  public:
   static StrandPool& instance();
 
+  // Runs a completion that belongs to no task of the caller's.
+  void post(Completion completion);
+
  private:
   friend class Strand;
 
+  struct Work {
+    Strand* strand;  // with tasks that wait for a thread, or null:
+    Completion completion;
+  };
+
   void submit(Strand* strand, Task task);
   bool idle(Strand* strand);
-  void activate(Strand* strand);  // mutex held
+  void enqueue(Work work);  // mutex held
+  Completion run_next_task(Strand* strand, std::unique_lock<std::mutex>* lock);
   void run_thread();
 
   std::mutex mutex_;
   std::condition_variable ready_changed_;
-  std::deque<Strand*> ready_;  // strands with tasks that wait for a thread
+  std::deque<Work> ready_;
   int idle_threads_ = 0;
 };
 
