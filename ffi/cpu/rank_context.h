@@ -40,6 +40,7 @@ struct RankContext {
 
   // Scratch of this worker, kept between operations.
   std::vector<uint32_t> routes;   // [T * K]
+  std::vector<int32_t> owners;    // [T * K], ranks of the experts; -1 for none
   std::vector<int32_t> counts;    // [E], rows of this rank per expert
   std::vector<int32_t> received;  // [E_l * R], rows per (local expert, source)
   std::vector<int32_t> bases;     // [E_l * R], first row of (local expert, source)
