@@ -13,6 +13,8 @@ namespace jax_ep {
 namespace {
 
 constexpr int kTokensPerRing = 64;
+// Of each row, ahead of its sum: the hardware's own prefetching follows once it has begun.
+constexpr int64_t kPrefetchBytes = 512;
 
 // The terms of one token's sum. A handle may name K rows for each of K ranks.
 struct Terms {
@@ -60,7 +62,8 @@ class Combine {
   void send_token(uint64_t epoch, int peer, int token, int slot);
   void write_partial_sum(int parity, int peer, int token, int slot) const;
   bool receive_chunk(uint64_t epoch, TokenRange tokens);
-  bool receive_token(uint64_t epoch, int token, int slot);
+  bool gather_terms(uint64_t epoch, int token, int slot, Terms* terms);
+  void sum_terms(const Terms& terms, int token) const;
   Owners owners_of(int token) const;
   void take_rows(const OperandView& from, int source, int token, const Owners& owners,
                  Terms* terms) const;
@@ -156,7 +159,9 @@ void Combine::add_rows(const OperandView& from, int token_rank, int token, Terms
     const int32_t row = row_of(from, token_rank, token, k);
     if (row < 0) continue;
     const float weight = from.row_weights != nullptr ? from.row_weights[row] : 1.0f;
-    terms->add(from.rows + row * shape_.row_bytes, weight);
+    const char* first = from.rows + row * shape_.row_bytes;
+    prefetch_bytes(first, std::min(shape_.row_bytes, kPrefetchBytes));
+    terms->add(first, weight);
   }
 }
 
@@ -205,21 +210,25 @@ void Combine::take_partial_sum(int parity, int source, int token, int slot, cons
 }
 
 bool Combine::receive_chunk(uint64_t epoch, TokenRange tokens) {
+  // One token is summed while the rows of the next are on their way to the cache.
+  Terms terms[2];
   for (int token = tokens.begin; token < tokens.end; ++token) {
-    if (!receive_token(epoch, token, token - tokens.begin)) return false;
+    if (!gather_terms(epoch, token, token - tokens.begin, &terms[token % 2])) return false;
+    if (token > tokens.begin) sum_terms(terms[(token - 1) % 2], token - 1);
   }
+  if (tokens.size() > 0) sum_terms(terms[(tokens.end - 1) % 2], tokens.end - 1);
   return true;
 }
 
-bool Combine::receive_token(uint64_t epoch, int token, int slot) {
+bool Combine::gather_terms(uint64_t epoch, int token, int slot, Terms* terms) {
   const int parity = parity_of(epoch);
   if (args_.scalars != nullptr) std::fill_n(scalars_of(token), topk_, 0.0f);
   const Owners owners = owners_of(token);
-  Terms terms;
+  terms->size = terms->num_parts = 0;
   for (int source = 0; source < session_.num_ranks(); ++source) {
     if (!owners.name(source)) continue;
     if (source == session_.rank()) {
-      take_rows(own_, source, token, owners, &terms);
+      take_rows(own_, source, token, owners, terms);
       continue;
     }
     Arrival arrival;
@@ -227,15 +236,18 @@ bool Combine::receive_token(uint64_t epoch, int token, int slot) {
     if (!session_.wait_flag(source, flag, epoch, &arrival)) return false;
     if (arrival != Arrival::kArrived) continue;
     if (const OperandView* operands = context_.operands_of(source)) {
-      take_rows(*operands, source, token, owners, &terms);
+      take_rows(*operands, source, token, owners, terms);
     } else {
-      take_partial_sum(parity, source, token, slot, owners, &terms);
+      take_partial_sum(parity, source, token, slot, owners, terms);
     }
   }
+  return true;
+}
+
+void Combine::sum_terms(const Terms& terms, int token) const {
   char* out = args_.out + token * shape_.row_bytes;
   row_math().sum_parts(terms.part.data(), terms.num_parts, terms.term.data(), out, args_.hidden,
                        args_.row_type);
-  return true;
 }
 
 }  // namespace
