@@ -107,6 +107,11 @@ nb::list error_records(int64_t id) {
   return records;
 }
 
+std::string payload(int64_t id) {
+  const bool window = require_buffer(id)->groups().front()->payload() == Payload::kWindow;
+  return window ? "window" : "reference";
+}
+
 // Regions of one buffer as (name, offset, bytes), and the totals.
 nb::dict window_layout(int num_ranks, int tokens_per_epoch, int num_experts,
                        int num_experts_per_tok, int64_t row_bytes, bool staging) {
@@ -174,6 +179,7 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("close_buffer", &close_buffer, "id"_a);
   m.def("reset_buffer", &reset_buffer, "id"_a);
   m.def("window_bytes", [](int64_t id) { return require_buffer(id)->window_bytes(); }, "id"_a);
+  m.def("payload", &payload, "id"_a);
   m.def("stats", &stats, "id"_a);
   m.def("take_data_faults", &take_data_faults, "id"_a);
   m.def("error_records", &error_records, "id"_a);

@@ -51,6 +51,7 @@ class Group {
         Payload payload = Payload::kReference);
 
   int num_ranks() const { return static_cast<int>(faults_.size()); }
+  Payload payload() const { return payload_; }
   FaultPlan& fault_plan(int rank) { return *faults_[rank]; }
 
   // The rank is ready for the operation. Does not block; operation.done follows.

@@ -17,6 +17,8 @@ RUNS = [
     ("native", "chunked"),
     ("native", "drops_aligned"),
     ("native", "many_k"),
+    ("window", "four_ranks_bf16"),
+    ("window", "chunked"),
 ]
 
 
