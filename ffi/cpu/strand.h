@@ -7,6 +7,7 @@
 // is run: a stuck program never keeps a rank from serving its peers.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -49,6 +50,7 @@ class StrandPool {
 
   void submit(Strand* strand, Task task);
   bool idle(Strand* strand);
+  void look_out(std::unique_lock<std::mutex>* lock);
   void enqueue(Work work);  // mutex held
   Completion run_next_task(Strand* strand, std::unique_lock<std::mutex>* lock);
   void run_thread();
@@ -56,7 +58,10 @@ class StrandPool {
   std::mutex mutex_;
   std::condition_variable ready_changed_;
   std::deque<Work> ready_;
-  int idle_threads_ = 0;
+  std::atomic<int> num_ready_{0};  // its size, for the thread on the lookout
+  int idle_threads_ = 0;           // that sleep
+  int busy_threads_ = 0;           // that have work
+  bool lookout_ = false;           // one more thread has no work and is awake
 };
 
 }  // namespace jax_ep
