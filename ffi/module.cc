@@ -31,12 +31,17 @@ std::shared_ptr<CpuBuffer> require_buffer(int64_t id) {
 
 int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_experts,
                       int num_experts_per_tok, int64_t hidden, int itemsize, int tokens_per_epoch,
-                      int max_tokens_per_rank, double timeout_s, int64_t fingerprint) {
+                      int max_tokens_per_rank, double timeout_s, int64_t fingerprint,
+                      const std::string& payload) {
   require_devices(device_ordinals);
+  if (payload != "window" && payload != "reference") {
+    throw nb::value_error(("payload is 'window' or 'reference', not '" + payload + "'").c_str());
+  }
+  const Payload carried = payload == "window" ? Payload::kWindow : Payload::kReference;
   nb::gil_scoped_release release;
   return create_cpu_buffer({std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
-                            itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
-                            fingerprint})
+                            itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s, fingerprint,
+                            carried})
       ->id();
 }
 
@@ -102,6 +107,11 @@ nb::list error_records(int64_t id) {
   return records;
 }
 
+std::string payload(int64_t id) {
+  const bool window = require_buffer(id)->groups().front()->payload() == Payload::kWindow;
+  return window ? "window" : "reference";
+}
+
 // Regions of one buffer as (name, offset, bytes), and the totals.
 nb::dict window_layout(int num_ranks, int tokens_per_epoch, int num_experts,
                        int num_experts_per_tok, int64_t row_bytes, bool staging) {
@@ -165,10 +175,11 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("type_registrations", &type_registrations);
   m.def("create_buffer", &create_buffer, nb::kw_only(), "device_ordinals"_a, "num_experts"_a,
         "num_experts_per_tok"_a, "hidden"_a, "itemsize"_a, "tokens_per_epoch"_a,
-        "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a);
+        "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a, "payload"_a = "reference");
   m.def("close_buffer", &close_buffer, "id"_a);
   m.def("reset_buffer", &reset_buffer, "id"_a);
   m.def("window_bytes", [](int64_t id) { return require_buffer(id)->window_bytes(); }, "id"_a);
+  m.def("payload", &payload, "id"_a);
   m.def("stats", &stats, "id"_a);
   m.def("take_data_faults", &take_data_faults, "id"_a);
   m.def("error_records", &error_records, "id"_a);

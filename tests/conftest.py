@@ -17,6 +17,12 @@ def backend(request) -> str:
     return request.param
 
 
+@pytest.fixture(params=["native", "window"])
+def payload(request) -> str:
+    """For ``programs.make_buffer``: rows read in place by the receiver, or carried by windows."""
+    return request.param
+
+
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """A generator with a fresh seed, which pytest shows when the test fails."""

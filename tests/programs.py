@@ -1,5 +1,9 @@
 """Short ways to make buffers and sharded programs, shared by the tests."""
 
+import contextlib
+import functools
+from collections.abc import Iterator
+
 import cases
 import jax
 import jax.numpy as jnp
@@ -7,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_ep
+from jax_ep import _native
 
 
 def make_mesh(**sizes: int) -> Mesh:
@@ -29,10 +34,30 @@ def make_config(case: cases.Case, **changes) -> jax_ep.EpConfig:
 
 
 def make_buffer(case: cases.Case, backend: str, **changes) -> jax_ep.Buffer:
-    """A buffer over one axis, "expert", of the case's R devices."""
-    return jax_ep.Buffer(
-        make_mesh(expert=case.R), "expert", make_config(case, **changes), backend=backend
-    )
+    """A buffer over one axis, "expert", of the case's R devices.
+
+    Backend "window" is the native one with rows carried by the windows, as between processes, and
+    not read out of the peers' operands, as it does in one.
+    """
+    mesh, config = make_mesh(expert=case.R), make_config(case, **changes)
+    if backend != "window":
+        return jax_ep.Buffer(mesh, "expert", config, backend=backend)
+    with rows_carried_by_windows() as native:
+        buffer = jax_ep.Buffer(mesh, "expert", config, backend="native")
+    assert native.payload(buffer.id) == "window"
+    return buffer
+
+
+@contextlib.contextmanager
+def rows_carried_by_windows() -> Iterator:
+    """Buffers made within use the windows for all they send; gives the native module."""
+    native = _native.load("cpu")
+    create = native.create_buffer
+    native.create_buffer = functools.partial(create, payload="window")
+    try:
+        yield native
+    finally:
+        native.create_buffer = create
 
 
 def sharded(buffer: jax_ep.Buffer, function, **options):

@@ -22,6 +22,10 @@ struct CombineArgs {
   RowType row_type;
   int64_t hidden;
   bool expanded = true;  // false: a slot that has rows adds its one row of y, with weight 1
+
+  OperandView view() const {
+    return {y, capacity, num_tokens, row_weights, row_scalars, recv_rows, !expanded};
+  }
 };
 
 // As run_dispatch.

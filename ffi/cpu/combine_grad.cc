@@ -76,7 +76,7 @@ void CombineGrad::send_chunk(uint64_t epoch, TokenRange tokens) {
       const bool needed = std::any_of(experts, experts + topk_, [&](int32_t expert) {
         return expert >= 0 && expert / shape_.experts_per_rank() == peer;
       });
-      if (needed) {
+      if (needed && context_.operands_of(peer) == nullptr) {
         std::memcpy(session_.window().data(peer, layout_.dispatch_message(parity, rank, slot)),
                     args_.g + token * shape_.row_bytes, shape_.row_bytes);
       }
@@ -104,8 +104,11 @@ bool CombineGrad::receive_chunk(uint64_t epoch, TokenRange tokens) {
       const int64_t flag = layout_.dispatch_flag(parity, source, slot);
       if (!session_.wait_flag(source, flag, epoch, &arrival)) return false;
       if (arrival != Arrival::kArrived) continue;
+      const OperandView* operands = context_.operands_of(source);
       const int64_t message = layout_.dispatch_message(parity, source, slot);
-      expand(session_.window().data(session_.rank(), message), source, token);
+      expand(operands != nullptr ? operands->rows + token * shape_.row_bytes
+                                 : session_.window().data(session_.rank(), message),
+             source, token);
     }
   }
   return true;

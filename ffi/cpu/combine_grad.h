@@ -24,6 +24,8 @@ struct CombineGradArgs {
   bool zero_tail;
   RowType row_type;
   int64_t hidden;
+
+  OperandView view() const { return {g, num_tokens, num_tokens, nullptr, nullptr, nullptr}; }
 };
 
 // As run_dispatch.

@@ -82,7 +82,7 @@ class Registry {
 CpuBuffer::CpuBuffer(int64_t id, const CpuBufferOptions& options)
     : id_(id), options_(options), layout_(layout_of(options)) {
   for (size_t group = 0; group < options.device_ordinals.size(); ++group) {
-    groups_.push_back(std::make_unique<Group>(layout_, timeout()));
+    groups_.push_back(std::make_unique<Group>(layout_, timeout(), options.payload));
     const std::vector<int>& ranks = options.device_ordinals[group];
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
       places_[ranks[rank]] = {static_cast<int>(group), static_cast<int>(rank)};

@@ -24,6 +24,7 @@ struct CpuBufferOptions {
   int max_tokens_per_rank;
   double timeout_s;
   int64_t fingerprint;
+  Payload payload = Payload::kReference;
 };
 
 class CpuBuffer {

@@ -10,6 +10,7 @@ namespace jax_ep {
 
 namespace {
 
+constexpr int kMessagesAhead = 4;
 constexpr int kTokensPerRing = 64;  // a wake-up costs as much as copying some tens of rows
 
 class Dispatch {
@@ -27,7 +28,6 @@ class Dispatch {
 
  private:
   void route();
-  int rank_of(int32_t expert) const { return expert / experts_per_rank_; }
   void send_counts(uint64_t epoch);
   void send_chunk(uint64_t epoch, TokenRange tokens);
   void send_token(uint64_t epoch, int token, int slot);
@@ -36,6 +36,7 @@ class Dispatch {
   void place_rows();
   void expand_own();
   bool receive_chunk(uint64_t epoch, TokenRange tokens);
+  void prefetch_record(int parity, int source, int slot) const;
   void expand_message(const char* from, int source, int token);
   void expand(const char* row, int source, int token, int k, uint32_t route, float weight);
   void fill_slot(const char* row, int source, int token);
@@ -86,6 +87,7 @@ void Dispatch::route() {
   DataFault faults;
   context_.counts.assign(shape_.num_experts, 0);
   context_.routes.assign(static_cast<size_t>(num_tokens) * topk, kNoRoute);
+  context_.owners.assign(static_cast<size_t>(num_tokens) * topk, -1);
   for (int token = 0; token < num_tokens; ++token) {
     const int32_t* experts = args_.topk_idx + static_cast<int64_t>(token) * topk;
     for (int k = 0; k < topk; ++k) {
@@ -97,7 +99,10 @@ void Dispatch::route() {
         faults = {1, fault, token, k, experts[k]};
       }
       if (expert < 0) continue;
-      context_.routes[entry] = pack_route(expert % experts_per_rank_, context_.counts[expert]++);
+      const int owner = expert / experts_per_rank_;
+      context_.owners[entry] = owner;
+      context_.routes[entry] =
+          pack_route(expert - owner * experts_per_rank_, context_.counts[expert]++);
     }
   }
   if (faults.count > 0) context_.report_data_fault(faults);
@@ -126,14 +131,12 @@ void Dispatch::send_chunk(uint64_t epoch, TokenRange tokens) {
 
 void Dispatch::send_token(uint64_t epoch, int token, int slot) {
   const int topk = shape_.num_experts_per_tok;
-  const int32_t* experts = args_.clean_topk_idx + static_cast<int64_t>(token) * topk;
+  const int32_t* owners = &context_.owners[static_cast<size_t>(token) * topk];
   const int parity = parity_of(epoch);
   const int rank = session_.rank();
   for (int step = 0; step < session_.num_peers(); ++step) {
     const int peer = session_.peer(step);
-    const bool needed = std::any_of(experts, experts + topk, [&](int32_t expert) {
-      return expert >= 0 && rank_of(expert) == peer;
-    });
+    const bool needed = std::find(owners, owners + topk, peer) != owners + topk;
     if (needed) {
       char* to = session_.window().data(peer, layout_.dispatch_message(parity, rank, slot));
       write_message(to, peer, token);
@@ -145,12 +148,13 @@ void Dispatch::send_token(uint64_t epoch, int token, int slot) {
 void Dispatch::write_message(char* to, int peer, int token) {
   const int topk = shape_.num_experts_per_tok;
   const int64_t first = static_cast<int64_t>(token) * topk;
-  std::memcpy(to, args_.x + token * shape_.row_bytes, shape_.row_bytes);
+  if (context_.operands_of(peer) == nullptr) {
+    std::memcpy(to, args_.x + token * shape_.row_bytes, shape_.row_bytes);
+  }
   const int32_t source_token = token;
   std::memcpy(to + message_.source_offset(), &source_token, sizeof(source_token));
   for (int k = 0; k < topk; ++k) {
-    const int32_t expert = args_.clean_topk_idx[first + k];
-    const bool theirs = expert >= 0 && rank_of(expert) == peer;
+    const bool theirs = context_.owners[first + k] == peer;
     const RouteEntry entry{theirs ? context_.routes[first + k] : kNoRoute,
                            args_.topk_weights[first + k]};
     std::memcpy(to + message_.entry_offset(k), &entry, sizeof(entry));
@@ -218,8 +222,7 @@ void Dispatch::expand_own() {
   for (int token = 0; token < args_.num_tokens; ++token) {
     const int64_t first = static_cast<int64_t>(token) * topk;
     for (int k = 0; k < topk; ++k) {
-      const int32_t expert = args_.clean_topk_idx[first + k];
-      if (expert < 0 || rank_of(expert) != rank) continue;
+      if (context_.owners[first + k] != rank) continue;
       expand(args_.x + token * shape_.row_bytes, rank, token, k, context_.routes[first + k],
              args_.topk_weights[first + k]);
     }
@@ -245,6 +248,7 @@ bool Dispatch::receive_chunk(uint64_t epoch, TokenRange tokens) {
         arrival = session_.poll_flag(flag_of(step), epoch);
         if (arrival == Arrival::kPending) break;
         if (arrival == Arrival::kArrived) {
+          prefetch_record(parity, source, next[step] + kMessagesAhead);
           const int64_t message = layout_.dispatch_message(parity, source, next[step]);
           expand_message(session_.window().data(session_.rank(), message), source,
                          tokens.begin + next[step]);
@@ -267,13 +271,23 @@ bool Dispatch::receive_chunk(uint64_t epoch, TokenRange tokens) {
   return true;
 }
 
+// Records are far apart: without this, each is a miss that the copying of rows waits for.
+void Dispatch::prefetch_record(int parity, int source, int slot) const {
+  if (slot >= shape_.tokens_per_epoch) return;
+  const char* message =
+      session_.window().data(session_.rank(), layout_.dispatch_message(parity, source, slot));
+  prefetch_bytes(message + message_.source_offset(), message_.bytes() - message_.source_offset());
+}
+
 void Dispatch::expand_message(const char* from, int source, int token) {
+  const OperandView* operands = context_.operands_of(source);
+  const char* row = operands != nullptr ? operands->rows + token * shape_.row_bytes : from;
   for (int k = 0; k < shape_.num_experts_per_tok; ++k) {
     RouteEntry entry;
     std::memcpy(&entry, from + message_.entry_offset(k), sizeof(entry));
-    if (entry.route != kNoRoute) expand(from, source, token, k, entry.route, entry.weight);
+    if (entry.route != kNoRoute) expand(row, source, token, k, entry.route, entry.weight);
   }
-  if (args_.row_map != nullptr) fill_slot(from, source, token);
+  if (args_.row_map != nullptr) fill_slot(row, source, token);
 }
 
 void Dispatch::expand(const char* row, int source, int token, int k, uint32_t route, float weight) {

@@ -26,6 +26,8 @@ struct DispatchArgs {
   int64_t expert_alignment;
   bool zero_tail;
   int32_t* row_map = nullptr;  // [capacity], slots; null: tokens are expert-major
+
+  OperandView view() const { return {x, num_tokens, num_tokens, nullptr, nullptr, nullptr}; }
 };
 
 // Carries out the epochs from `first_epoch` on. False when a wait was given up; a record is filed.

@@ -19,8 +19,8 @@ double seconds(std::chrono::nanoseconds time) {
 
 }  // namespace
 
-Group::Group(const WindowLayout& layout, std::chrono::nanoseconds timeout)
-    : timeout_(timeout), windows_(layout), data_faults_(layout.shape.num_ranks) {
+Group::Group(const WindowLayout& layout, std::chrono::nanoseconds timeout, Payload payload)
+    : timeout_(timeout), payload_(payload), windows_(layout), data_faults_(layout.shape.num_ranks) {
   std::fill_n(next_epoch_, kNumChannels, kFirstEpoch);
   for (int rank = 0; rank < layout.shape.num_ranks; ++rank) {
     faults_.push_back(std::make_unique<FaultPlan>());
@@ -87,19 +87,56 @@ std::optional<std::string> Group::refusal(int64_t run_id) const {
 // Epochs are given and tasks queued under one lock: every rank's worker sees the same order.
 void Group::start(Meeting meeting) {
   const Channel channel = meeting.parts[0]->channel;
-  const uint64_t first_epoch = next_epoch_[channel];
+  auto started = std::make_shared<Started>();
+  started->first_epoch = next_epoch_[channel];
   next_epoch_[channel] += meeting.parts[0]->num_epochs;
+  for (std::optional<Operation>& part : meeting.parts) started->parts.push_back(std::move(*part));
+  share_operands(started.get());
+  started->errors.resize(num_ranks());
+  started->num_running = num_ranks();
   num_running_ += num_ranks();
   for (int rank = 0; rank < num_ranks(); ++rank) {
-    auto part = std::make_shared<Operation>(std::move(*meeting.parts[rank]));
-    strand(rank, channel).submit([this, rank, part, first_epoch] {
-      return carry_out(rank, *part, first_epoch);
-    });
+    strand(rank, channel).submit([this, rank, started] { return carry_out(rank, started); });
   }
 }
 
-Completion Group::carry_out(int rank, Operation& operation, uint64_t first_epoch) {
+// Where shapes differ, so do tags, and nobody gets as far as a payload; but no bound may rest on
+// that.
+void Group::share_operands(Started* started) const {
+  const std::vector<Operation>& parts = started->parts;
+  const bool alike = std::all_of(parts.begin(), parts.end(), [&](const Operation& part) {
+    return part.operands.same_shape(parts[0].operands);
+  });
+  if (payload_ == Payload::kWindow || !alike) return;
+  for (const Operation& part : parts) started->operands.push_back(part.operands);
+}
+
+// Operands live until the operation is done. Where peers read them in place, no part is done before
+// all have ended, whether well or not: each ends by its deadlines.
+Completion Group::carry_out(int rank, const std::shared_ptr<Started>& started) {
+  if (!run_part(rank, *started)) started->errors[rank] = rank_error(rank);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    --num_running_;
+  }
+  // A completion keeps the operation, and with it the buffer, while the strand is handed on.
+  auto done = [started](int part) {
+    const std::optional<std::string>& error = started->errors[part];
+    started->parts[part].done(error ? &*error : nullptr);
+  };
+  if (started->operands.empty()) return [done, rank] { done(rank); };
+  // Release: our last reads of the peers' operands. Acquire: theirs of ours, and their errors.
+  if (started->num_running.fetch_sub(1, std::memory_order_acq_rel) > 1) return [started] {};
+  for (int other = 0; other < num_ranks(); ++other) {
+    if (other != rank) StrandPool::instance().post([done, other] { done(other); });
+  }
+  return [done, rank] { done(rank); };
+}
+
+bool Group::run_part(int rank, const Started& started) {
+  const Operation& operation = started.parts[rank];
   RankContext& context = contexts_[rank * kNumChannels + operation.channel];
+  context.operands = started.operands.empty() ? nullptr : started.operands.data();
   OpTag tag = operation.tag;
   bool sends = true;
 #if defined(JAX_EP_TEST_HOOKS)
@@ -112,19 +149,12 @@ Completion Group::carry_out(int rank, Operation& operation, uint64_t first_epoch
   sends = fault != FaultKind::kSkipSend;
   if (fault != FaultKind::kNone && fault != FaultKind::kJitter) plan.kind = FaultKind::kNone;
 #endif
-  const bool poisoned =
-      atomic32(context.window.control(rank, context.window.control_layout.poison())).load() != 0;
-  const bool ok = !poisoned && (!sends || operation.run(context, tag, first_epoch));
-  if (ok) {
-    atomic64(context.window.control(rank, context.window.control_layout.epoch(operation.channel)))
-        .store(first_epoch + operation.num_epochs - 1, std::memory_order_release);
-  }
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    --num_running_;
-  }
-  if (ok) return [done = std::move(operation.done)] { done(nullptr); };
-  return [done = std::move(operation.done), error = rank_error(rank)] { done(&error); };
+  const ControlLayout& control = context.window.control_layout;
+  const bool poisoned = atomic32(context.window.control(rank, control.poison())).load() != 0;
+  if (poisoned || (sends && !operation.run(context, tag, started.first_epoch))) return false;
+  atomic64(context.window.control(rank, control.epoch(operation.channel)))
+      .store(started.first_epoch + operation.num_epochs - 1, std::memory_order_release);
+  return true;
 }
 
 std::string Group::rank_error(int rank) const {

@@ -2,6 +2,7 @@
 // its epochs once all have come, and has each rank's worker carry it out.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -37,6 +38,7 @@ struct Operation {
   OpTag tag;
   Channel channel;
   int num_epochs;
+  OperandView operands;
   std::function<bool(RankContext&, const OpTag&, uint64_t first_epoch)> run;
   std::function<void(const std::string* error)> done;  // null: success. Called exactly once.
 };
@@ -45,9 +47,11 @@ class Group {
  public:
   using Clock = std::chrono::steady_clock;
 
-  Group(const WindowLayout& layout, std::chrono::nanoseconds timeout);
+  Group(const WindowLayout& layout, std::chrono::nanoseconds timeout,
+        Payload payload = Payload::kReference);
 
   int num_ranks() const { return static_cast<int>(faults_.size()); }
+  Payload payload() const { return payload_; }
   FaultPlan& fault_plan(int rank) { return *faults_[rank]; }
 
   // The rank is ready for the operation. Does not block; operation.done follows.
@@ -75,13 +79,23 @@ class Group {
     int num_present = 0;
     Clock::time_point deadline;
   };
+  // An operation that all ranks have presented.
+  struct Started {
+    std::vector<Operation> parts;                    // by rank
+    std::vector<OperandView> operands;               // by rank; empty: windows carry the payload
+    std::vector<std::optional<std::string>> errors;  // by rank, of parts that have ended
+    std::atomic<int> num_running;
+    uint64_t first_epoch;
+  };
   using Failed = std::vector<std::pair<int, Operation>>;
 
   Strand& strand(int rank, Channel channel) { return strands_[rank * kNumChannels + channel]; }
   RankContext make_context(int rank);
   std::optional<std::string> refusal(int64_t run_id) const;  // mutex held
   void start(Meeting meeting);                               // mutex held
-  Completion carry_out(int rank, Operation& operation, uint64_t first_epoch);
+  void share_operands(Started* started) const;
+  Completion carry_out(int rank, const std::shared_ptr<Started>& started);
+  bool run_part(int rank, const Started& started);
   void report(const ErrorRecord& record);
   std::string rank_error(int rank) const;
   void remember_failed(int64_t run_id);  // mutex held
@@ -90,6 +104,7 @@ class Group {
   void fail(Failed failed, const std::string& error);
 
   const std::chrono::nanoseconds timeout_;
+  const Payload payload_;
   HostWindows windows_;
   std::vector<std::unique_ptr<FaultPlan>> faults_;  // by rank
   std::vector<RankContext> contexts_;               // by rank and channel, as strands_

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/faults.h"
+#include "cpu/operand_view.h"
 #include "protocol/error_record.h"
 #include "protocol/routing.h"
 #include "transport/window.h"
@@ -29,8 +30,17 @@ struct RankContext {
   std::function<void(const ErrorRecord&)> report;
   std::function<void(const DataFault&)> report_data_fault;
 
+  // By rank, of the operation that runs; null: windows carry the payload.
+  const OperandView* operands = nullptr;
+  // What may be read of a peer in place, and it of us; null: the windows carry what travels between
+  // the two.
+  const OperandView* operands_of(int peer) const {
+    return operands != nullptr ? &operands[peer] : nullptr;
+  }
+
   // Scratch of this worker, kept between operations.
   std::vector<uint32_t> routes;   // [T * K]
+  std::vector<int32_t> owners;    // [T * K], ranks of the experts; -1 for none
   std::vector<int32_t> counts;    // [E], rows of this rank per expert
   std::vector<int32_t> received;  // [E_l * R], rows per (local expert, source)
   std::vector<int32_t> bases;     // [E_l * R], first row of (local expert, source)

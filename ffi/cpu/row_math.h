@@ -12,10 +12,21 @@ struct RowTerm {
   float weight;
 };
 
+// Consecutive terms of a sum of sums.
+struct RowPart {
+  int num_terms;
+  bool rounded;  // summed on its own and rounded to the row's type before it enters; else term by
+                 // term
+};
+
 struct RowMath {
   // out = round(fma(w_n, row_n, ... fma(w_1, row_1, 0))), in the order of `terms`; zero without
   // terms.
   void (*sum)(const RowTerm* terms, int num_terms, char* out, int64_t hidden, RowType type);
+  // out = round(sum of the parts in their order), in float32. The terms of all parts follow each
+  // other.
+  void (*sum_parts)(const RowPart* parts, int num_parts, const RowTerm* terms, char* out,
+                    int64_t hidden, RowType type);
   // out = round(weight * row)
   void (*scale)(const char* row, float weight, char* out, int64_t hidden, RowType type);
   // <a, b> in float32, in the order that numeric.h gives.

@@ -82,19 +82,78 @@ void sum_side_by_side(const RowTerm* terms, char* out, int64_t hidden) {
 constexpr int64_t kTile = 256;  // partial sums that stay in the first-level cache
 
 template <typename T>
-void sum_in_tiles(const RowTerm* terms, int num_terms, char* out, int64_t hidden) {
-  alignas(64) float sum[kTile];
+float rounded(float value) {
+  T narrow;
+  store(value, &narrow);
+  return load(narrow);
+}
+
+// The terms' elements from `begin` on enter total: one by one, or (kRounded) as their rounded sum.
+template <typename T, int kTerms, bool kRounded>
+void add_terms(const RowTerm* terms, int64_t begin, int64_t size, float* __restrict total) {
+  const T* rows[kTerms];
+  float weights[kTerms];
+  for (int i = 0; i < kTerms; ++i) {
+    rows[i] = reinterpret_cast<const T*>(terms[i].row) + begin;
+    weights[i] = terms[i].weight;
+  }
+  for (int64_t j = 0; j < size; ++j) {
+    float sum = kRounded ? 0.0f : total[j];
+    for (int i = 0; i < kTerms; ++i) sum = fused_multiply_add(weights[i], load(rows[i][j]), sum);
+    total[j] = kRounded ? fused_multiply_add(1.0f, rounded<T>(sum), total[j]) : sum;
+  }
+}
+
+// Instantiates add_terms for every number of terms up to kSideBySide.
+template <typename T, bool kRounded, int kTerms = kSideBySide>
+void add_few(const RowTerm* terms, int num_terms, int64_t begin, int64_t size, float* total) {
+  if (num_terms == kTerms) return add_terms<T, kTerms, kRounded>(terms, begin, size, total);
+  if constexpr (kTerms > 1) add_few<T, kRounded, kTerms - 1>(terms, num_terms, begin, size, total);
+}
+
+template <typename T>
+void add_one_by_one(const RowTerm* terms, int num_terms, int64_t begin, int64_t size,
+                    float* total) {
+  for (; num_terms > kSideBySide; terms += kSideBySide, num_terms -= kSideBySide) {
+    add_terms<T, kSideBySide, false>(terms, begin, size, total);
+  }
+  add_few<T, false>(terms, num_terms, begin, size, total);
+}
+
+template <typename T>
+void add_part(const RowPart& part, const RowTerm* terms, int64_t begin, int64_t size,
+              float* total) {
+  if (!part.rounded) return add_one_by_one<T>(terms, part.num_terms, begin, size, total);
+  if (part.num_terms <= kSideBySide) {
+    return add_few<T, true>(terms, part.num_terms, begin, size, total);
+  }
+  alignas(64) float sum[kTile] = {};
+  add_one_by_one<T>(terms, part.num_terms, begin, size, sum);
+  for (int64_t j = 0; j < size; ++j) {
+    total[j] = fused_multiply_add(1.0f, rounded<T>(sum[j]), total[j]);
+  }
+}
+
+template <typename T>
+void sum_parts_of(const RowPart* parts, int num_parts, const RowTerm* terms, char* out,
+                  int64_t hidden) {
+  alignas(64) float total[kTile];
   for (int64_t begin = 0; begin < hidden; begin += kTile) {
     const int64_t size = std::min(kTile, hidden - begin);
-    std::fill_n(sum, size, 0.0f);
-    for (int i = 0; i < num_terms; ++i) {
-      const T* row = reinterpret_cast<const T*>(terms[i].row) + begin;
-      const float weight = terms[i].weight;
-      for (int64_t j = 0; j < size; ++j) sum[j] = fused_multiply_add(weight, load(row[j]), sum[j]);
+    std::fill_n(total, size, 0.0f);
+    const RowTerm* next = terms;
+    for (int i = 0; i < num_parts; next += parts[i++].num_terms) {
+      add_part<T>(parts[i], next, begin, size, total);
     }
     T* to = reinterpret_cast<T*>(out) + begin;
-    for (int64_t j = 0; j < size; ++j) store(sum[j], &to[j]);
+    for (int64_t j = 0; j < size; ++j) store(total[j], &to[j]);
   }
+}
+
+template <typename T>
+void sum_in_tiles(const RowTerm* terms, int num_terms, char* out, int64_t hidden) {
+  const RowPart all{num_terms, false};
+  sum_parts_of<T>(&all, 1, terms, out, hidden);
 }
 
 // Instantiates sum_side_by_side for every number of terms up to kSideBySide.
@@ -144,6 +203,18 @@ void sum(const RowTerm* terms, int num_terms, char* out, int64_t hidden, RowType
   }
 }
 
+void sum_parts(const RowPart* parts, int num_parts, const RowTerm* terms, char* out, int64_t hidden,
+               RowType type) {
+  switch (type) {
+    case RowType::kFloat32:
+      return sum_parts_of<float>(parts, num_parts, terms, out, hidden);
+    case RowType::kBFloat16:
+      return sum_parts_of<BFloat16>(parts, num_parts, terms, out, hidden);
+    case RowType::kFloat16:
+      return sum_parts_of<Float16>(parts, num_parts, terms, out, hidden);
+  }
+}
+
 void scale(const char* row, float weight, char* out, int64_t hidden, RowType type) {
   switch (type) {
     case RowType::kFloat32:
@@ -168,7 +239,7 @@ float dot(const char* a, const char* b, int64_t hidden, RowType type) {
 }
 
 extern const RowMath kRowMath;
-const RowMath kRowMath = {sum, scale, dot};
+const RowMath kRowMath = {sum, sum_parts, scale, dot};
 
 }  // namespace JAX_EP_ROW_MATH_NAMESPACE
 }  // namespace jax_ep

@@ -7,6 +7,7 @@
 // is run: a stuck program never keeps a rank from serving its peers.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -36,18 +37,31 @@ class StrandPool {
  public:
   static StrandPool& instance();
 
+  // Runs a completion that belongs to no task of the caller's.
+  void post(Completion completion);
+
  private:
   friend class Strand;
 
+  struct Work {
+    Strand* strand;  // with tasks that wait for a thread, or null:
+    Completion completion;
+  };
+
   void submit(Strand* strand, Task task);
   bool idle(Strand* strand);
-  void activate(Strand* strand);  // mutex held
+  void look_out(std::unique_lock<std::mutex>* lock);
+  void enqueue(Work work);  // mutex held
+  Completion run_next_task(Strand* strand, std::unique_lock<std::mutex>* lock);
   void run_thread();
 
   std::mutex mutex_;
   std::condition_variable ready_changed_;
-  std::deque<Strand*> ready_;  // strands with tasks that wait for a thread
-  int idle_threads_ = 0;
+  std::deque<Work> ready_;
+  std::atomic<int> num_ready_{0};  // its size, for the thread on the lookout
+  int idle_threads_ = 0;           // that sleep
+  int busy_threads_ = 0;           // that have work
+  bool lookout_ = false;           // one more thread has no work and is awake
 };
 
 }  // namespace jax_ep

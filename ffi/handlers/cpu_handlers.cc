@@ -14,10 +14,11 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-template <class Operands>
+template <class Operands, class Args>
 Operation make_operation(const CpuCall& call, const CpuBuffer& buffer, Channel channel,
-                         const Operands& operands) {
+                         const Operands& operands, const Args& args) {
   Operation operation;
+  operation.operands = args.view();
   operation.tag = operands.tag(*call.site);
   operation.channel = channel;
   operation.num_epochs = num_epochs(operands.num_tokens(), buffer.options().tokens_per_epoch);
@@ -54,7 +55,7 @@ ffi::Future dispatch(const CpuCall& call, const DispatchOperands& operands) {
                           operands.expert_alignment,
                           operands.zero_tail,
                           operands.expanded ? nullptr : data<int32_t>(operands.row_map)};
-  Operation operation = make_operation(call, *resolved.buffer, kDispatchChannel, operands);
+  Operation operation = make_operation(call, *resolved.buffer, kDispatchChannel, operands, args);
   operation.run = [args](RankContext& context, const OpTag& tag, uint64_t first_epoch) {
     return run_dispatch(context, args, tag, first_epoch);
   };
@@ -76,7 +77,7 @@ ffi::Future combine(const CpuCall& call, const CombineOperands& operands) {
                          operands.row_type(),
                          resolved.buffer->options().hidden,
                          operands.expanded};
-  Operation operation = make_operation(call, *resolved.buffer, kCombineChannel, operands);
+  Operation operation = make_operation(call, *resolved.buffer, kCombineChannel, operands, args);
   operation.run = [args](RankContext& context, const OpTag& tag, uint64_t first_epoch) {
     return run_combine(context, args, tag, first_epoch);
   };
@@ -99,7 +100,7 @@ ffi::Future combine_grad(const CpuCall& call, const CombineGradOperands& operand
                              operands.zero_tail,
                              operands.row_type(),
                              resolved.buffer->options().hidden};
-  Operation operation = make_operation(call, *resolved.buffer, kDispatchChannel, operands);
+  Operation operation = make_operation(call, *resolved.buffer, kDispatchChannel, operands, args);
   operation.run = [args](RankContext& context, const OpTag& tag, uint64_t first_epoch) {
     return run_combine_grad(context, args, tag, first_epoch);
   };

@@ -81,10 +81,12 @@ class Setup:
         assert self.buffer.check() is None
 
 
-def make_setup(num_ranks: int, rng: np.random.Generator, **config) -> Setup:
-    """Compiles and runs each operation once."""
+def make_setup(
+    num_ranks: int, rng: np.random.Generator, payload: str = "native", **config
+) -> Setup:
+    """Compiles and runs each operation once; ``payload`` as in ``conftest.py``."""
     case = fault_case(num_ranks)
-    buffer = programs.make_buffer(case, "native", **{"timeout_s": TIMEOUT_S, **config})
+    buffer = programs.make_buffer(case, payload, **{"timeout_s": TIMEOUT_S, **config})
     inputs = cases.make_inputs(case, rng)
     arguments = [jnp.asarray(a) for a in (inputs.x, inputs.topk_idx, inputs.topk_weights)]
 

@@ -120,7 +120,7 @@ def expected_gradients(case, y, weights, topk_idx, recv_rows, g):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_corrupt_handles(rng, num_ranks):
+def test_corrupt_handles(rng, num_ranks, payload):
     """A handle is data that a program may have touched: nothing outside the arrays is read."""
     case = small_case(num_ranks)
     y, weights = integers(rng, case.R, case.rows, case.H), integers(rng, case.R, case.rows)
@@ -141,7 +141,7 @@ def test_corrupt_handles(rng, num_ranks):
 
     inputs = cases.make_inputs(case, rng)
     flat = [a.reshape(-1, *a.shape[2:]) for a in (y, weights, topk_idx, recv_rows, g)]
-    with programs.make_buffer(case, "native") as buffer:
+    with programs.make_buffer(case, payload) as buffer:
         run = compiled(buffer, program)
         first = jax.block_until_ready(run(inputs.x, inputs.topk_idx, *flat))
         again = run(inputs.x, inputs.topk_idx, *flat)

@@ -24,11 +24,11 @@ from fault_programs import (
 import jax_ep
 
 
-@pytest.fixture(scope="module")
-def setup():
+@pytest.fixture(scope="module", params=["native", "window"])
+def setup(request):
     seed = cases.fresh_seed()
     print(f"{cases.SEED_VARIABLE}={seed}")
-    setup = make_setup(4, np.random.default_rng(seed))
+    setup = make_setup(4, np.random.default_rng(seed), request.param)
     yield setup
     setup.buffer.close()
 

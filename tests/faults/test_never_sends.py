@@ -8,11 +8,16 @@ from fault_programs import AT_ONCE_S, GRACE_S, OPERATIONS, TIMEOUT_S, failure, m
 import jax_ep
 
 
-@pytest.fixture(scope="module", params=[2, 4, 8], ids=lambda ranks: f"{ranks}ranks")
+@pytest.fixture(
+    scope="module",
+    params=[(2, "native"), (4, "native"), (8, "native"), (4, "window")],
+    ids=lambda param: f"{param[0]}ranks_{param[1]}",
+)
 def setup(request):
+    num_ranks, payload = request.param
     seed = cases.fresh_seed()
     print(f"{cases.SEED_VARIABLE}={seed}")
-    setup = make_setup(request.param, np.random.default_rng(seed))
+    setup = make_setup(num_ranks, np.random.default_rng(seed), payload)
     yield setup
     setup.buffer.close()
 

@@ -8,6 +8,7 @@
 
 #include "stress_corrupt.h"
 #include "stress_direct.h"
+#include "stress_faults.h"
 #include "stress_group.h"
 
 namespace jax_ep::stress {
@@ -27,16 +28,18 @@ int64_t run_world(Random& random) {
     for (const Round& round : rounds) epochs += 3 * epochs_of(world, round);
   };
   const std::vector<Round> rounds = random_rounds(random, world);
-  DirectDriver(world, rounds).run(random, chance(random, 50));
+  const Payload payload = chance(random, 50) ? Payload::kWindow : Payload::kReference;
+  DirectDriver(world, rounds, payload).run(random, chance(random, 50));
   count(rounds);
 
-  Group group(WindowLayout::make(world.shape), kTimeout);
+  Group group(WindowLayout::make(world.shape), kTimeout, payload);
   for (int again = 0; again < 2 && !failures.any(); ++again) {
     const std::vector<Round> fresh = random_rounds(random, world);
     run_group(group, world, fresh, random, chance(random, 50));
     count(fresh);
     if (!failures.any()) group.reset();  // the window is as new, and old signals mean nothing
   }
+  if (chance(random, 25) && !failures.any()) run_faults(random, world, payload);
   return epochs;
 }
 

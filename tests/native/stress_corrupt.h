@@ -77,6 +77,11 @@ inline void run_corrupt(Random& random, const World& world) {
   context.faults = &plan;
   context.report = [](const ErrorRecord&) { failures.add("garbage made a rank give up"); };
   context.report_data_fault = [](const DataFault&) {};
+  std::vector<OperandView> operands;
+  for (const std::vector<char>& x : round.x) {
+    operands.push_back({x.data(), round.num_tokens, round.num_tokens, nullptr, nullptr, nullptr});
+  }
+  context.operands = chance(random, 50) ? operands.data() : nullptr;
   for (int source = 1; source < world.num_ranks(); ++source) {
     for (uint64_t epoch : {1, 2}) send_garbage(random, context.window, tag, source, epoch);
   }

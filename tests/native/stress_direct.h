@@ -17,8 +17,12 @@ namespace jax_ep::stress {
 
 class DirectDriver {
  public:
-  DirectDriver(const World& world, const std::vector<Round>& rounds)
-      : world_(world), rounds_(rounds), windows_(WindowLayout::make(world.shape)) {
+  DirectDriver(const World& world, const std::vector<Round>& rounds, Payload payload)
+      : world_(world),
+        rounds_(rounds),
+        payload_(payload),
+        windows_(WindowLayout::make(world.shape)) {
+    for (const Round& round : rounds) parts_.push_back(make_parts(round));
     // Whatever was never sent must never show: fill everything but the signals with poison.
     const WindowLayout layout = WindowLayout::make(world.shape);
     const Window window = windows_.view(0);
@@ -63,24 +67,50 @@ class DirectDriver {
     return context;
   }
 
+  // All ranks' parts of a round: what one lends, the others may read once a flag says so.
+  struct Parts {
+    std::vector<DispatchPart> dispatch;
+    std::vector<CombinePart> combine;
+    std::vector<GradPart> grad;
+  };
+
+  Parts make_parts(const Round& round) const {
+    Parts parts;
+    for (int rank = 0; rank < world_.num_ranks(); ++rank) {
+      const int32_t* idx = round.handle_idx[rank].data();
+      const int32_t* rows = round.handle_rows[rank].data();
+      parts.dispatch.emplace_back(world_, round, rank);
+      parts.combine.emplace_back(world_, round, rank, idx, rows);
+      parts.grad.emplace_back(world_, round, rank, idx, rows);
+    }
+    return parts;
+  }
+
+  // One rank's part of one operation. False when it gave up.
+  template <class Part, class Run>
+  bool carry_out(RankContext& context, std::vector<Part>& parts, OpKind op, size_t round, Run run,
+                 uint64_t* epoch) {
+    std::vector<OperandView> operands;
+    for (Part& part : parts) operands.push_back(part.args().view());
+    context.operands = payload_ == Payload::kReference ? operands.data() : nullptr;
+    const int rank = context.window.rank;
+    parts[rank].fill_operands();
+    const auto tokens = static_cast<uint32_t>(rounds_[round].num_tokens);
+    if (!run(context, parts[rank].args(), {op, tokens, 0, round}, *epoch)) return false;
+    *epoch += epochs_of(world_, rounds_[round]);
+    note(world_, op_name(op), rank, static_cast<int>(round), parts[rank].check());
+    return true;
+  }
+
   void run_dispatch_channel(int rank, Random random) {
     RankContext context = make_context(rank);
     uint64_t epoch = kFirstEpoch;
     for (size_t i = 0; i < rounds_.size(); ++i) {
-      const Round& round = rounds_[i];
-      const auto tokens = static_cast<uint32_t>(round.num_tokens);
+      Parts& parts = parts_[i];
       pause(random);
-      DispatchPart dispatch(world_, round, rank);
-      if (!run_dispatch(context, dispatch.args(), {OpKind::kDispatch, tokens, 0, i}, epoch)) return;
-      epoch += epochs_of(world_, round);
-      note(world_, "dispatch", rank, static_cast<int>(i), dispatch.check());
-      GradPart grad(world_, round, rank, round.handle_idx[rank].data(),
-                    round.handle_rows[rank].data());
-      if (!run_combine_grad(context, grad.args(), {OpKind::kCombineGrad, tokens, 0, i}, epoch)) {
+      if (!carry_out(context, parts.dispatch, OpKind::kDispatch, i, run_dispatch, &epoch)) return;
+      if (!carry_out(context, parts.grad, OpKind::kCombineGrad, i, run_combine_grad, &epoch))
         return;
-      }
-      epoch += epochs_of(world_, round);
-      note(world_, "combine_grad", rank, static_cast<int>(i), grad.check());
     }
   }
 
@@ -88,19 +118,15 @@ class DirectDriver {
     RankContext context = make_context(rank);
     uint64_t epoch = kFirstEpoch;
     for (size_t i = 0; i < rounds_.size(); ++i) {
-      const Round& round = rounds_[i];
       pause(random);
-      CombinePart combine(world_, round, rank, round.handle_idx[rank].data(),
-                          round.handle_rows[rank].data());
-      const OpTag tag{OpKind::kCombine, static_cast<uint32_t>(round.num_tokens), 0, i};
-      if (!run_combine(context, combine.args(), tag, epoch)) return;
-      epoch += epochs_of(world_, round);
-      note(world_, "combine", rank, static_cast<int>(i), combine.check());
+      if (!carry_out(context, parts_[i].combine, OpKind::kCombine, i, run_combine, &epoch)) return;
     }
   }
 
   const World& world_;
   const std::vector<Round>& rounds_;
+  const Payload payload_;
+  std::vector<Parts> parts_;
   HostWindows windows_;
   FaultPlan plan_;
 };

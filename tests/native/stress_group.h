@@ -86,18 +86,21 @@ class Presenter {
     operation.num_epochs = epochs_of(world_, round);
     if (key.op == OpKind::kDispatch) {
       parts.dispatch = std::make_unique<DispatchPart>(world_, round, rank_);
+      lend(*parts.dispatch, &operation);
       operation.run = [args = parts.dispatch->args()](auto& context, auto& tag, uint64_t epoch) {
         return run_dispatch(context, args, tag, epoch);
       };
     } else if (key.op == OpKind::kCombine) {
       parts.combine = std::make_unique<CombinePart>(world_, round, rank_, handle_idx(key.round),
                                                     handle_rows(key.round));
+      lend(*parts.combine, &operation);
       operation.run = [args = parts.combine->args()](auto& context, auto& tag, uint64_t epoch) {
         return run_combine(context, args, tag, epoch);
       };
     } else {
       parts.grad = std::make_unique<GradPart>(world_, round, rank_, handle_idx(key.round),
                                               handle_rows(key.round));
+      lend(*parts.grad, &operation);
       operation.run = [args = parts.grad->args()](auto& context, auto& tag, uint64_t epoch) {
         return run_combine_grad(context, args, tag, epoch);
       };
@@ -107,6 +110,18 @@ class Presenter {
     const auto run_id = static_cast<int64_t>(as_loop_ ? 7 : key.round);
     ++outstanding_;
     group_.present(rank_, {run_id, op}, std::move(operation));
+  }
+
+  template <class Part>
+  static void lend(Part& part, Operation* operation) {
+    part.fill_operands();
+    operation->operands = part.args().view();
+  }
+  void take_back(const Key& key) {
+    Parts& parts = parts_[key.round];
+    if (key.op == OpKind::kDispatch) parts.dispatch->take_back_operands();
+    if (key.op == OpKind::kCombine) parts.combine->take_back_operands();
+    if (key.op == OpKind::kCombineGrad) parts.grad->take_back_operands();
   }
 
   // Dispatch's own results are the handle, unless the round asks for a bad one.
@@ -121,6 +136,7 @@ class Presenter {
 
   void on_done(const Key& key, const std::string* error) {
     if (error != nullptr) failures.add(*error);
+    take_back(key);
     std::lock_guard<std::mutex> lock(mutex_);
     finished_.push_back(key);
     changed_.notify_one();

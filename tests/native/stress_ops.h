@@ -22,6 +22,21 @@ std::vector<T> poisoned(int64_t size) {
   return out;
 }
 
+// An operand as XLA lends it: filled before the operation, freed when it is done. Nobody may read
+// it earlier or later.
+template <typename T>
+class Lent {
+ public:
+  Lent(const T* from, int64_t size) : from_(from), copy_(poisoned<T>(size)) {}
+  void fill() { std::copy_n(from_, copy_.size(), copy_.data()); }
+  void take_back() { std::vector<T>().swap(copy_); }
+  const T* data() const { return copy_.data(); }
+
+ private:
+  const T* from_;
+  std::vector<T> copy_;
+};
+
 inline bool all_bytes(const char* row, int64_t bytes, char value) {
   return std::all_of(row, row + bytes, [&](char byte) { return byte == value; });
 }
@@ -74,6 +89,7 @@ class DispatchPart {
       : world_(world),
         round_(round),
         rank_(rank),
+        x_(round.x[rank].data(), round.num_tokens * world.shape.row_bytes),
         num_slots_(int64_t{world.num_ranks()} * round.num_tokens),
         tokens_(
             poisoned<char>((round.expanded ? round.capacity : num_slots_) * world.shape.row_bytes)),
@@ -86,7 +102,7 @@ class DispatchPart {
   }
 
   DispatchArgs args() {
-    return {round_.x[rank_].data(),
+    return {x_.data(),
             round_.topk_idx[rank_].data(),
             round_.topk_weights[rank_].data(),
             tokens_.data(),
@@ -102,6 +118,9 @@ class DispatchPart {
             round_.zero_tail,
             round_.expanded ? nullptr : row_map_.data()};
   }
+
+  void fill_operands() { x_.fill(); }
+  void take_back_operands() { x_.take_back(); }
 
   std::string check() const {
     Findings findings;
@@ -149,6 +168,7 @@ class DispatchPart {
   const World& world_;
   const Round& round_;
   const int rank_;
+  Lent<char> x_;
   const int64_t num_slots_;
   std::vector<char> tokens_;
   std::vector<int32_t> row_map_;
@@ -172,16 +192,21 @@ class CombinePart {
         round_(round),
         rank_(rank),
         idx_(idx),
-        rows_(rows),
+        rows_(rows, world.num_ranks() * int64_t{round.num_tokens} * world.topk()),
+        y_((round.expanded ? round.y : round.y_slots)[rank].data(),
+           (round.expanded ? round.capacity : int64_t{world.num_ranks()} * round.num_tokens) *
+               world.shape.row_bytes),
+        row_weights_(round.row_weights[rank].data(), round.capacity),
+        row_scalars_(round.row_scalars[rank].data(), round.capacity),
         out_(poisoned<char>(round.num_tokens * world.shape.row_bytes)),
         scalars_(poisoned<float>(int64_t{round.num_tokens} * world.topk())) {}
 
   CombineArgs args() {
-    return {(round_.expanded ? round_.y : round_.y_slots)[rank_].data(),
-            round_.weighted ? round_.row_weights[rank_].data() : nullptr,
-            round_.with_scalars ? round_.row_scalars[rank_].data() : nullptr,
+    return {y_.data(),
+            round_.weighted ? row_weights_.data() : nullptr,
+            round_.with_scalars ? row_scalars_.data() : nullptr,
             idx_,
-            rows_,
+            rows_.data(),
             out_.data(),
             round_.with_scalars ? scalars_.data() : nullptr,
             round_.num_tokens,
@@ -189,6 +214,19 @@ class CombinePart {
             world_.row_type,
             world_.hidden,
             round_.expanded};
+  }
+
+  void fill_operands() {
+    y_.fill();
+    row_weights_.fill();
+    row_scalars_.fill();
+    rows_.fill();
+  }
+  void take_back_operands() {
+    y_.take_back();
+    row_weights_.take_back();
+    row_scalars_.take_back();
+    rows_.take_back();
   }
 
   std::string check() const {
@@ -259,7 +297,10 @@ class CombinePart {
   const Round& round_;
   const int rank_;
   const int32_t* idx_;
-  const int32_t* rows_;
+  Lent<int32_t> rows_;
+  Lent<char> y_;
+  Lent<float> row_weights_;
+  Lent<float> row_scalars_;
   std::vector<char> out_;
   std::vector<float> scalars_;
 };
@@ -274,11 +315,12 @@ class GradPart {
         rank_(rank),
         idx_(idx),
         rows_(rows),
+        g_(round.g[rank].data(), round.num_tokens * world.shape.row_bytes),
         d_y_(poisoned<char>(round.capacity * world.shape.row_bytes)),
         d_weights_(poisoned<float>(round.capacity)) {}
 
   CombineGradArgs args() {
-    return {round_.g[rank_].data(),
+    return {g_.data(),
             idx_,
             rows_,
             round_.row_weights[rank_].data(),
@@ -292,6 +334,9 @@ class GradPart {
             world_.row_type,
             world_.hidden};
   }
+
+  void fill_operands() { g_.fill(); }
+  void take_back_operands() { g_.take_back(); }
 
   std::string check() const {
     // Per row: how often the handle names it, and the last (source, token) that does.
@@ -362,6 +407,7 @@ class GradPart {
   const int rank_;
   const int32_t* idx_;
   const int32_t* rows_;
+  Lent<char> g_;
   std::vector<char> d_y_;
   std::vector<float> d_weights_;
 };

@@ -18,6 +18,8 @@ RUNS = [
     ("native", "drops_aligned"),
     ("native", "many_k"),
     ("native", "slots_drops"),
+    ("window", "four_ranks_bf16"),
+    ("window", "chunked"),
 ]
 
 

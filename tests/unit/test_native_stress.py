@@ -60,6 +60,9 @@ UNCHECKED = {
     "row": ("if (to < 0 || to >= args_.capacity) return;", ""),
 }
 
+# One line of group.cc: a rank is told the end, and frees its operands, while peers still read them.
+EARLY = ("if (started->operands.empty()) return [done", "return [done")
+
 
 def require_compiler(*flags: str) -> None:
     """Skips where the compiler, or its runtime for these flags, is missing; fails if required."""
@@ -150,6 +153,12 @@ def test_race_detector_sees_a_broken_protocol(thread_objects, tmp_path, name):
     # A memory order alone shows on no x86 machine except to the detector.
     wrong_results = "FAILED" in done.stdout and "relaxed" not in name
     assert RACE in done.stderr or wrong_results
+
+
+def test_memory_detector_sees_operands_freed_too_early(memory_objects, tmp_path):
+    done = run_broken(memory_objects, "group.cc", EARLY, MEMORY, tmp_path)
+    assert done.returncode != 0, "nothing was noticed in 20,000 epochs"
+    assert "heap-use-after-free" in done.stderr
 
 
 @pytest.mark.parametrize("name", UNCHECKED)
