@@ -6,6 +6,9 @@
 #include "cuda/combine.h"
 #include "cuda/combine_grad.h"
 #include "cuda/dispatch.h"
+#include "cuda/ll_combine.h"
+#include "cuda/ll_combine_grad.h"
+#include "cuda/ll_dispatch.h"
 #include "protocol/epochs.h"
 
 namespace jax_ep::gpu {
@@ -51,7 +54,9 @@ int checked_num_sms(int requested, int ordinal, int device_sms) {
 
 void load_kernels(int ordinal) {
   const DeviceGuard guard(ordinal);
-  for (cudaError_t (*prepare)() : {prepare_dispatch, prepare_combine, prepare_combine_grad}) {
+  for (cudaError_t (*prepare)() : {prepare_dispatch, prepare_combine, prepare_combine_grad,
+                                   prepare_ll_dispatch, prepare_ll_combine,
+                                   prepare_ll_combine_grad}) {
     const cudaError_t status = prepare();
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
       cudaGetLastError();
@@ -88,6 +93,8 @@ CudaRank::CudaRank(int ordinal, int rank, const CudaSettings& settings)
       mailbox_(ordinal),
       side_(std::make_unique<SideStream>(ordinal)) {
   load_kernels(ordinal);
+  fill_payload();
+  side_->finish();
 }
 
 void CudaRank::open(const std::vector<PeerMemory>& peers) {
@@ -111,8 +118,16 @@ void CudaRank::clear() {
   side_->fill(window_.memory().control, 0, window_.control_bytes());
   side_->fill(reinterpret_cast<char*>(&lasting()->state), 0, sizeof(RankState));
   side_->fill(scratch_.data(), 0, scratch_.bytes());
+  fill_payload();
   side_->finish();
   mailbox() = Mailbox{};
+}
+
+void CudaRank::fill_payload() {
+  if (!settings_.layout.shape.records) return;
+  const DeviceGuard guard(ordinal_);
+  require_ok(fill_ll_window(window_.memory().data, settings_.layout, side_->stream()),
+             "preparing a low-latency window");
 }
 
 void CudaRank::poison() {

@@ -62,7 +62,8 @@ class LlCombine {
 
  private:
   using Vector = RowVector<kType>;
-  static constexpr int kAtOnce = 4;
+  static constexpr int kAtOnce = 4;       // rows of ours in flight
+  static constexpr int kPeersAtOnce = 2;  // others' sums
 
   __device__ int token_of(int item) const { return item / p_.plan.grid.num_parts; }
   __device__ bool is_first_part(int item) const { return item % p_.plan.grid.num_parts == 0; }
@@ -248,17 +249,17 @@ class LlCombine {
     float sum[Vector::kElements] = {};
     uint64_t left = read_mask(block_.named) | uint64_t{1} << ctx_.rank();
     while (left != 0) {
-      int peer[kAtOnce];
-      uint4 v[kAtOnce];
+      int peer[kPeersAtOnce];
+      uint4 v[kPeersAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < kPeersAtOnce; ++i) {
         peer[i] = left != 0 ? __ffsll(static_cast<long long>(left)) - 1 : -1;
         left &= left - 1;
         if (peer[i] < 0 || peer[i] == ctx_.rank()) continue;
         v[i] = load_words(ctx_.own_window(row_offset(peer[i], token) + column));
       }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < kPeersAtOnce; ++i) {
         if (peer[i] < 0) continue;
         if (peer[i] == ctx_.rank()) {
           add_own(item, own_begin, own_end, own, weight, sum);

@@ -51,7 +51,7 @@ class LlDispatch {
     if (sending) sending = send(&item);
     check_in(p_.op, p_.turn, counters);
     if (p_.turn.send && !sending) return;
-    if (p_.turn.send && speaks_for_rank()) router_.report();
+    if (p_.turn.send && speaks_for_rank() && routes_in_shared(p_)) report_all_faults(p_);
     if (!p_.turn.receive) return;
     meet_peers(ctx_, p_.waited_ns_before, p_.waited_ns);
     if (!places.prepare()) return;
@@ -133,11 +133,13 @@ class LlDispatch {
     // Each rank begins with the one after it, so that they do not all send to the same.
     const uint64_t all = ranks_in(block_.destinations);
     const uint64_t after = all & (~uint64_t{0} << ctx_.rank());
-    for (uint64_t left : {after, all ^ after}) {
-      for (; left != 0; left &= left - 1) {
-        const int rank = __ffsll(static_cast<long long>(left)) - 1;
-        Wire::send(p_, Transport::window(ctx_, rank, offset), column_of(item), value_);
-      }
+    send_to(after, offset, column_of(item));
+    send_to(all ^ after, offset, column_of(item));
+  }
+  __device__ void send_to(uint64_t ranks, int64_t offset, int column) const {
+    for (; ranks != 0; ranks &= ranks - 1) {
+      const int rank = __ffsll(static_cast<long long>(ranks)) - 1;
+      Wire::send(p_, Transport::window(ctx_, rank, offset), column, value_);
     }
   }
 
@@ -201,7 +203,7 @@ class LlDispatch {
 
   // All threads. Several sources are looked at together, or each would cost a round trip.
   __device__ void receive_columns(int item, uint64_t senders) const {
-    constexpr int kAtOnce = 4;
+    constexpr int kAtOnce = 2;
     const bool active = has_column(item);
     while (senders != 0) {
       int source[kAtOnce];

@@ -92,6 +92,13 @@ class PaddedPlaces {
   const LlDispatchParams& p_;
 };
 
+// A call: inlined, it would take registers from the common path.
+__device__ __noinline__ inline bool place_in_device_memory(const OpContext ctx,
+                                                           const PlacementArgs args,
+                                                           const Placement place) {
+  return place_rows(ctx, args, place, 0);
+}
+
 // The experts follow each other. Each block sums up the counts for itself, or block 0 for all in
 // device memory.
 class CompactPlaces {
@@ -106,7 +113,7 @@ class CompactPlaces {
   __device__ bool prepare() {
     const PlacementArgs args{1, p_.capacity, p_.group_sizes, p_.valid_sizes, p_.num_dropped};
     // The routes are those of another launch, or this block has waited for them already.
-    if (!place_.shared) return place_rows(ctx_, args, place_, 0);
+    if (!place_.shared) return place_in_device_memory(ctx_, args, place_);
     wait_for_counts(ctx_, place_);
     if (__syncthreads_or(ctx_.aborted())) return false;
     place_in_block();

@@ -14,6 +14,70 @@ __device__ inline bool routes_in_shared(const LlDispatchParams& p) {
   return p.plan.masks_offset >= 0;
 }
 
+// All threads of all blocks. Calls: inlined, these would take registers from the common path.
+template <class Transport>
+__device__ __noinline__ bool route_in_device_memory(const OpContext ctx,
+                                                    const LlDispatchParams& p) {
+  if (blockIdx.x == 0) {
+    const RouteArgs args{p.topk_idx, p.sanitised_idx, p.op.scratch.route_workspace, 1};
+    clear_workspace(p.op, args);
+    __syncthreads();
+    count_entries(p.op, args);
+    __syncthreads();
+    Router(ctx, args).template run<Transport>();
+    if (threadIdx.x == 0) report_faults(p.op);
+  }
+  if (threadIdx.x == 0) {
+    BoundedWait bound;
+    const uint32_t* routed = &p.op.state()->blocks_routed.value;
+    while (load_acquire<kDeviceScope>(routed) == 0) {
+      if (bound.over(ctx, WaitFor::kCount, ctx.rank(), ctx.epoch, 1, 0)) break;
+    }
+  }
+  return !__syncthreads_or(ctx.aborted());
+}
+
+// All threads of one block: the faults that its threads have found, `count` of them by this one.
+__device__ __noinline__ inline void report_some_faults(const LlDispatchParams& p, uint64_t first,
+                                                       int count) {
+  __shared__ unsigned long long first_of_all;
+  __shared__ int count_of_all;
+  if (threadIdx.x == 0) {
+    first_of_all = ~0ull;
+    count_of_all = 0;
+  }
+  __syncthreads();
+  atomicMin(&first_of_all, static_cast<unsigned long long>(first));
+  atomicAdd(&count_of_all, count);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  ChannelState* state = p.op.state();
+  state->fault_count.value = static_cast<uint32_t>(count_of_all);
+  state->first_fault = ~static_cast<uint64_t>(first_of_all);
+  report_faults(p.op);
+  state->fault_count.value = 0;
+  state->first_fault = 0;
+}
+
+// All threads of one block: looks for faults in all tokens.
+__device__ inline void report_all_faults(const LlDispatchParams& p) {
+  const int num_experts_per_tok = p.op.layout.shape.num_experts_per_tok;
+  const int num_entries = p.op.num_tokens * num_experts_per_tok;
+  uint64_t first = ~uint64_t{0};
+  int count = 0;
+  for (int i = threadIdx.x; i < num_entries; i += blockDim.x) {
+    const int token = i / num_experts_per_tok;
+    const int k = i - token * num_experts_per_tok;
+    const int32_t* topk = p.topk_idx + int64_t{token} * num_experts_per_tok;
+    RouteFault fault;
+    sanitised_expert(topk, k, p.op.layout.shape.num_experts, &fault);
+    if (fault == RouteFault::kNone) continue;
+    ++count;
+    first = min(first, pack_fault(token, k, fault == RouteFault::kDuplicate, topk[k]));
+  }
+  if (__syncthreads_or(count)) report_some_faults(p, first, count);
+}
+
 class LlRouter {
  public:
   __device__ LlRouter(const OpContext& ctx, const LlDispatchParams& p, char* shared)
@@ -38,7 +102,7 @@ class LlRouter {
   // counts are on their way: before any payload, behind which they would queue.
   template <class Transport>
   __device__ bool run() {
-    if (!routes_in_shared(p_)) return run_in_device_memory<Transport>();
+    if (!routes_in_shared(p_)) return route_in_device_memory<Transport>(ctx_, p_);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) mark(index_of(i), ahead_[i]);
     for (int i = index_of(kAhead); i < num_entries_; i += blockDim.x) mark(i, expert_at(i));
@@ -55,24 +119,6 @@ class LlRouter {
     const int experts_per_rank = p_.op.layout.shape.experts_per_rank();
     const int rank = expert / experts_per_rank;
     return {rank, pack_route(expert - rank * experts_per_rank, bits_before(expert, token))};
-  }
-
-  // All threads of the speaking block, after sending: the faults of all tokens.
-  __device__ void report() const {
-    if (!routes_in_shared(p_)) return;
-    uint64_t first = ~uint64_t{0};
-    int count = 0;
-    for (int i = threadIdx.x; i < num_entries_; i += blockDim.x) {
-      const int token = i / num_experts_per_tok_;
-      const int k = i - token * num_experts_per_tok_;
-      RouteFault fault;
-      sanitised_expert(p_.topk_idx + int64_t{token} * num_experts_per_tok_, k, num_experts_,
-                       &fault);
-      if (fault == RouteFault::kNone) continue;
-      ++count;
-      first = min(first, pack_fault(token, k, fault == RouteFault::kDuplicate, expert_at(i)));
-    }
-    if (__syncthreads_or(count)) report_some(first, count);
   }
 
  private:
@@ -105,47 +151,6 @@ class LlRouter {
       const int64_t offset = p_.op.layout.dispatch_count(parity_of(ctx_.epoch), ctx_.rank(), e);
       Transport::signal(ctx_, rank, offset, epoch_word(ctx_.epoch, count));
     }
-  }
-
-  template <class Transport>
-  __device__ __noinline__ bool run_in_device_memory() {
-    if (blockIdx.x == 0) {
-      const RouteArgs args{p_.topk_idx, p_.sanitised_idx, p_.op.scratch.route_workspace, 1};
-      clear_workspace(p_.op, args);
-      __syncthreads();
-      count_entries(p_.op, args);
-      __syncthreads();
-      Router(ctx_, args).template run<Transport>();
-      if (threadIdx.x == 0) report_faults(p_.op);
-    }
-    if (threadIdx.x == 0) {
-      BoundedWait bound;
-      const uint32_t* routed = &p_.op.state()->blocks_routed.value;
-      while (load_acquire<kDeviceScope>(routed) == 0) {
-        if (bound.over(ctx_, WaitFor::kCount, ctx_.rank(), ctx_.epoch, 1, 0)) break;
-      }
-    }
-    return !__syncthreads_or(ctx_.aborted());
-  }
-
-  __device__ __noinline__ void report_some(uint64_t first, int count) const {
-    __shared__ unsigned long long first_of_all;
-    __shared__ int count_of_all;
-    if (threadIdx.x == 0) {
-      first_of_all = ~0ull;
-      count_of_all = 0;
-    }
-    __syncthreads();
-    atomicMin(&first_of_all, static_cast<unsigned long long>(first));
-    atomicAdd(&count_of_all, count);
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    ChannelState* state = p_.op.state();
-    state->fault_count.value = static_cast<uint32_t>(count_of_all);
-    state->first_fault = ~static_cast<uint64_t>(first_of_all);
-    report_faults(p_.op);
-    state->fault_count.value = 0;
-    state->first_fault = 0;
   }
 
   const OpContext& ctx_;

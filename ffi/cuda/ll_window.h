@@ -39,7 +39,8 @@ struct LlGrid {
   JAX_EP_HD int num_items(int num_tokens) const { return num_tokens * num_parts; }
 };
 
-constexpr int kLlMaxThreads = 512;
+constexpr int kLlMaxThreads =
+    448;  // half a row of 14 KB; more would leave a thread too few registers
 constexpr int kLlBlocksPerSm = 2;  // of kLlMaxThreads; more of smaller ones
 // Columns of a part come in groups of this many: 128 bytes, or the channels that share a scale.
 constexpr int kColumnGroup = 8;

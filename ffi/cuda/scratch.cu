@@ -26,9 +26,11 @@ class Offsets {
 ScratchLayout ScratchLayout::make(const WindowShape& shape, int max_tokens) {
   const int64_t tokens = max_tokens;
   const int num_local = shape.experts_per_rank();
+  // Aligned segments, or low latency's padded ones.
   const int64_t most_rows =
-      tokens * shape.num_ranks * std::min(shape.num_experts_per_tok, num_local) +
-      int64_t{num_local} * kMaxAlignment;
+      std::max(tokens * shape.num_ranks * std::min(shape.num_experts_per_tok, num_local) +
+                   int64_t{num_local} * kMaxAlignment,
+               tokens * shape.num_ranks * num_local);
   ScratchLayout layout{};
   Offsets offsets;
   layout.routes = offsets.take(tokens * shape.num_experts_per_tok * int64_t{sizeof(SendRoute)});
