@@ -239,8 +239,7 @@ inline int64_t check_ll_round(LlWorld& ll, bool halves, bool pauses, const std::
   World& world = ll.world();
   Verdict verdict(where);
   make_inputs(world);
-  world.set_capacity(ll.mode().padded ? std::max<int64_t>(1, ll.padded_capacity())
-                                      : choose_capacity(world));
+  world.set_capacity(ll.mode().padded ? ll.padded_capacity() : choose_capacity(world));
   const Truth truth = make_ll_truth(world, ll.mode().padded, world.capacity());
   make_expert_outputs(world, truth);
   ll.poison();

@@ -130,7 +130,7 @@ inline int64_t run_ll_fault_checks(uint64_t seed, int num_devices) {
   for (const bool virtual_ranks : {true, false}) {
     if (!virtual_ranks && num_devices < 2) continue;
     const std::vector<int> devices = virtual_ranks ? std::vector<int>{0} : std::vector<int>{0, 1};
-    LlWorld ll(ll_case("faults", virtual_ranks ? 3 : 2, devices, 24, 1024, 4, 24), {}, seed, 0.2);
+    LlWorld ll(ll_case("faults", virtual_ranks ? 3 : 2, devices, 12, 256, 4, 24), {}, seed, 0.2);
     Verdict verdict("low-latency faults");
     check_out_of_turn(ll, verdict);
     for (const bool halves : {false, true}) check_ll_missing_rank(ll, halves, verdict);
