@@ -11,9 +11,12 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   __shared__ BlockState state;
   __shared__ LlCombineItem item;
   const LlCounters counters = LlCounters::read(p.op);
+  const LlOpening opening = LlOpening::read(p.op, p.turn);
   const OpContext ctx{p.op, state, counters.epoch(p.turn)};
-  const bool begun = begin_ll(ctx, p.turn, counters);
-  if (begun) LlCombine<Transport, kType>(ctx, p, shared, item).run(counters);
+  LlCombine<Transport, kType> work(ctx, p, shared, item);
+  work.prepare();
+  const bool begun = begin_ll(ctx, p.turn, counters, opening);
+  if (begun) work.run(counters);
   const bool alone = p.turn.receive && !p.turn.send;
   finish_ll(ctx, counters, begun, alone, [&] { spoil_ll_combine(p); }, [&] { send_credits(ctx); });
 }

@@ -126,8 +126,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const CombineGradParams& p = params.grad;
   const LlTurn turn{true, true, nullptr, nullptr};
   const LlCounters counters = LlCounters::read(p.op);
+  const LlOpening opening = LlOpening::read(p.op, turn);
   const OpContext ctx{p.op, state, counters.epoch(turn)};
-  const bool begun = begin_ll(ctx, turn, counters);
+  const bool begun = begin_ll(ctx, turn, counters, opening);
   if (begun) LlCombineGrad<Transport, kType>(ctx, p, destinations).run(turn, counters);
   finish_ll(
       ctx, counters, begun, true, [&] { spoil_combine_grad(p); },
@@ -164,7 +165,9 @@ cudaError_t prepare_ll_combine_grad() {
   return cudaSuccess;
 }
 
-int plan_ll_combine_grad(int num_tokens, int num_sms) { return std::clamp(num_tokens, 1, num_sms); }
+int plan_ll_combine_grad(int num_tokens, int num_sms) {
+  return std::clamp(num_tokens, 1, std::max(1, num_sms));
+}
 
 cudaError_t launch_ll_combine_grad(const LlCombineGradParams& params, cudaStream_t stream) {
   kernel_of<PeerTransport>(params.grad.row_type)<<<params.num_blocks, kThreads, 0, stream>>>(

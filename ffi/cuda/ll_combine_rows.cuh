@@ -37,25 +37,25 @@ class LlCombine {
         num_items_(p.plan.grid.num_items(p.op.num_tokens)),
         list_(reinterpret_cast<LlCombineRow*>(shared + p.plan.list_offset)) {}
 
+  // All threads, before the operation begins: the first item's rows, which depend on neither epoch
+  // nor peers. A block barrier must follow.
+  __device__ void prepare() {
+    const int item = p_.turn.send ? first_item() : last_item();
+    if (item >= 0 && item < num_items_) list_rows(item);
+  }
+
   // All threads, once the operation has begun.
   __device__ void run(const LlCounters& counters) {
     const int step = static_cast<int>(gridDim.x);
-    const int first = static_cast<int>(blockIdx.x);
-    const bool any = first < num_items_;
-    const int last = any ? first + (num_items_ - 1 - first) / step * step : -1;
-    for (int item = first; p_.turn.send && item < num_items_; item += step) {
-      if (item != first) __syncthreads();  // everybody has read the list
-      list_rows(item);
+    for (int item = first_item(); p_.turn.send && item < num_items_; item += step) {
+      if (item != first_item()) list_next_rows(item);
       send(item);
     }
     check_in(p_.op, p_.turn, counters);
     if (!p_.turn.receive) return;
     meet_peers(ctx_, p_.waited_ns_before, p_.waited_ns);
-    for (int item = last; item >= 0; item -= step) {
-      if (item != last || !p_.turn.send) {
-        if (item != last) __syncthreads();
-        list_rows(item);
-      }
+    for (int item = last_item(); item >= 0; item -= step) {
+      if (item != last_item()) list_next_rows(item);
       receive(item);
     }
   }
@@ -65,6 +65,13 @@ class LlCombine {
   static constexpr int kAtOnce = 4;       // rows of ours in flight
   static constexpr int kPeersAtOnce = 2;  // others' sums
 
+  __device__ int first_item() const { return static_cast<int>(blockIdx.x); }
+  // -1 when there is none.
+  __device__ int last_item() const {
+    const int step = static_cast<int>(gridDim.x);
+    const int first = first_item();
+    return first < num_items_ ? first + (num_items_ - 1 - first) / step * step : -1;
+  }
   __device__ int token_of(int item) const { return item / p_.plan.grid.num_parts; }
   __device__ bool is_first_part(int item) const { return item % p_.plan.grid.num_parts == 0; }
   __device__ int column_of(int item) const {
@@ -97,11 +104,16 @@ class LlCombine {
     return p_.op.layout.combine_scalars(parity_of(ctx_.epoch), peer, token);
   }
 
-  // ---- The item's rows. A block barrier at the end.
+  // ---- The item's rows.
 
+  // Two warps; a block barrier must follow.
   __device__ void list_rows(int item) {
     if (warp_id() == 0) list_rows_of(token_of(item));
     if (warp_id() == 1) name_ranks(token_of(item));
+  }
+  __device__ void list_next_rows(int item) {
+    __syncthreads();  // everybody has used the last item's
+    list_rows(item);
     __syncthreads();
   }
 

@@ -15,11 +15,12 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   __shared__ BlockState state;
   __shared__ LlDispatchBlock block;
   const LlCounters counters = LlCounters::read(p.op);
+  const LlOpening opening = LlOpening::read(p.op, p.turn);
   const OpContext ctx{p.op, state, counters.epoch(p.turn)};
   LlDispatch<Transport, Wire> work(ctx, p, shared, block);
   work.prepare();
-  const bool begun = begin_ll(ctx, p.turn, counters);
-  if (begun && p.padded) work.run(PaddedPlaces(ctx, p), counters);
+  const bool begun = begin_ll(ctx, p.turn, counters, opening);
+  if (begun && p.padded) work.run(PaddedPlaces(ctx, p, shared), counters);
   if (begun && !p.padded) work.run(CompactPlaces(ctx, p, shared), counters);
   const bool alone = p.turn.receive && !p.turn.send;
   const bool in_device_memory = p.plan.masks_offset < 0 || p.plan.bases_offset < 0;

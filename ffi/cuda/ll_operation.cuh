@@ -61,58 +61,86 @@ __device__ inline void give_up_out_of_turn(const OpContext& ctx, const LlTurn& t
                 turn.send ? counters.done : ctx.epoch, turn.send ? counters.started : pending});
 }
 
-__device__ inline char* ll_tag_address(const OpContext& ctx, int peer) {
+__device__ inline int64_t ll_tag_offset(const OpContext& ctx) {
   const WindowLayout& layout = ctx.op.layout;
   const int parity = parity_of(ctx.epoch);
-  const int64_t offset = ctx.op.channel == kDispatchChannel
-                             ? layout.dispatch_tag(parity, ctx.rank())
-                             : layout.combine_tag(parity, ctx.rank());
-  return ctx.op.peers->window[peer] + offset;
+  return ctx.op.channel == kDispatchChannel ? layout.dispatch_tag(parity, ctx.rank())
+                                            : layout.combine_tag(parity, ctx.rank());
 }
+
+// What the beginning of an operation depends on. All of it is asked for before any of it is used:
+// one after the other, these loads would take longer than the payload's way.
+struct LlOpening {
+  uint32_t open;
+  uint32_t poison;
+  uint32_t pending;  // of a done
+  int32_t rank_operand;
+  // Of this thread's peer.
+  uint64_t credit;
+  char* window;
+  char* control;
+
+  __device__ static LlOpening read(const Operation& op, const LlTurn& turn) {
+    const ControlLayout control = op.control_layout();
+    const int peer = min(static_cast<int>(threadIdx.x), op.num_ranks() - 1);
+    LlOpening o;
+    o.window = op.peers->window[peer];
+    o.control = op.peers->control[peer];
+    o.open = op.peers->open;
+    o.rank_operand = *op.rank_operand;
+    o.pending = turn.send ? 0 : *turn.pending_epoch;
+    // Only stores depend on the credit, and they follow a branch on it.
+    o.credit = load_relaxed<kSystemScope>(
+        reinterpret_cast<uint64_t*>(op.control + control.credit(op.channel, peer)));
+    o.poison =
+        load_relaxed<kSystemScope>(reinterpret_cast<uint32_t*>(op.control + control.poison()));
+    return o;
+  }
+};
 
 // One thread per peer, of every block. A credit is sent before any is waited for, so that ranks
 // cannot wait for each other.
 __device__ inline bool greet_ll(const OpContext& ctx, const LlTurn& turn,
-                                const LlCounters& counters, int peer, uint64_t credit) {
+                                const LlCounters& counters, const LlOpening& opening) {
   const Operation& op = ctx.op;
+  const int peer = static_cast<int>(threadIdx.x);
   if (speaks_for_rank() && peer != ctx.rank()) {
     const int64_t offset = op.control_layout().credit(op.channel, ctx.rank());
-    store_relaxed<kSystemScope>(reinterpret_cast<uint64_t*>(op.peers->control[peer] + offset),
+    store_relaxed<kSystemScope>(reinterpret_cast<uint64_t*>(opening.control + offset),
                                 counters.done);
   }
   if (turn.send) {
-    const bool may_start = peer == ctx.rank() || may_write(ctx.epoch, credit);
+    const bool may_start = peer == ctx.rank() || may_write(ctx.epoch, opening.credit);
     if (!may_start && !wait_for_credit(ctx, peer, ctx.epoch)) return false;
     if (speaks_for_rank()) {
-      store_relaxed<kSystemScope>(reinterpret_cast<uint64_t*>(ll_tag_address(ctx, peer)),
+      store_relaxed<kSystemScope>(reinterpret_cast<uint64_t*>(opening.window + ll_tag_offset(ctx)),
                                   epoch_word(ctx.epoch, op.tag));
     }
   }
-  return !speaks_for_rank() || peer != 0 || check_rank_operand(ctx);
+  if (!speaks_for_rank() || peer != 0 || opening.rank_operand == ctx.rank()) return true;
+  return check_rank_operand(ctx);
 }
 
 // All threads of all blocks: reads what the block needs of device memory and greets the peers.
 // False when the operation is aborted; otherwise the caller has check_in() to call. A block
 // barrier.
 __device__ inline bool begin_ll(const OpContext& ctx, const LlTurn& turn,
-                                const LlCounters& counters) {
+                                const LlCounters& counters, const LlOpening& opening) {
   const Operation& op = ctx.op;
   const int peer = static_cast<int>(threadIdx.x);
-  bool ready = op.peers->open != 0 && !window_poisoned(op);
   if (peer == 0) ctx.block.aborted = 0;
-  if (ready) {
-    const uint32_t pending = turn.receive && !turn.send ? *turn.pending_epoch : 0;
-    ready = in_turn(turn, counters, pending);
-    if (!ready && speaks_for_rank() && peer == 0) {
-      give_up_out_of_turn(ctx, turn, counters, pending);
+  if (peer < op.num_ranks()) {
+    ctx.block.window[peer] = opening.window;
+    ctx.block.control[peer] = opening.control;
+  }
+  bool ready = opening.open != 0 && opening.poison == 0;
+  if (ready && !in_turn(turn, counters, opening.pending)) {
+    ready = false;
+    if (speaks_for_rank() && peer == 0) {
+      give_up_out_of_turn(ctx, turn, counters, opening.pending);
     }
   }
-  if (peer < op.num_ranks()) {
-    const uint64_t credit = load_credit(ctx, peer);
-    ctx.block.window[peer] = op.peers->window[peer];
-    ctx.block.control[peer] = op.peers->control[peer];
-    if (ready) ready = greet_ll(ctx, turn, counters, peer, credit);
-  }
+  if (ready && peer < op.num_ranks()) ready = greet_ll(ctx, turn, counters, opening);
   if (peer == 0 && speaks_for_rank() && turn.epoch_out != nullptr) {
     *turn.epoch_out = static_cast<uint32_t>(ctx.epoch);
   }

@@ -19,7 +19,7 @@ __device__ inline int clamp_count(const OpContext& ctx, uint32_t count) {
 }
 
 // The rows of the sources before `source`, whose counts are awaited together.
-__device__ inline int64_t rows_before(const OpContext& ctx, int source, int expert) {
+__device__ inline int64_t await_rows_before(const OpContext& ctx, int source, int expert) {
   constexpr int kAtOnce = 8;
   int64_t rows = 0;
   for (int first = 0; first < source; first += kAtOnce) {
@@ -45,17 +45,27 @@ __device__ inline int64_t rows_before(const OpContext& ctx, int source, int expe
   return rows;
 }
 
-// Each expert has a place of R * T rows.
+// Each expert has a place of R * T rows. The counts come before the records do, so that a block
+// that has gathered them knows a row as soon as it has the record; with very many experts, a thread
+// awaits those that it needs.
 class PaddedPlaces {
  public:
-  __device__ PaddedPlaces(const OpContext& ctx, const LlDispatchParams& p) : ctx_(ctx), p_(p) {}
+  __device__ PaddedPlaces(const OpContext& ctx, const LlDispatchParams& p, char* shared)
+      : ctx_(ctx),
+        p_(p),
+        counts_(gathers(p) ? reinterpret_cast<int32_t*>(shared + p.plan.bases_offset) : nullptr) {}
 
-  __device__ bool prepare() const { return true; }
+  // All threads. False when the operation is aborted.
+  __device__ bool prepare() const {
+    if (counts_ == nullptr) return true;
+    wait_for_counts(ctx_, {counts_, nullptr, true});
+    return !__syncthreads_or(ctx_.aborted());
+  }
 
   __device__ int row_of(uint32_t route, int source) const {
     const int expert = route_expert(route);
     if (route == kNoRoute || expert >= p_.op.layout.shape.experts_per_rank()) return -1;
-    const int64_t row = rows_before(ctx_, source, expert) + route_index(route);
+    const int64_t row = rows_before(source, expert) + route_index(route);
     return row < rows_of_expert() ? static_cast<int>(expert * rows_of_expert() + row) : -1;
   }
 
@@ -87,9 +97,24 @@ class PaddedPlaces {
   }
 
  private:
+  __device__ static bool gathers(const LlDispatchParams& p) {
+    constexpr int kMostPerThread = 8;
+    return p.plan.bases_offset >= 0 &&
+           p.op.layout.shape.num_experts <= kMostPerThread * static_cast<int>(blockDim.x);
+  }
+  __device__ int64_t rows_before(int source, int expert) const {
+    if (counts_ == nullptr) return await_rows_before(ctx_, source, expert);
+    int64_t rows = 0;
+    for (int s = 0; s < source; ++s) {
+      rows += clamp_count(ctx_, static_cast<uint32_t>(counts_[expert * ctx_.num_ranks() + s]));
+    }
+    return rows;
+  }
   __device__ int64_t rows_of_expert() const { return int64_t{ctx_.num_ranks()} * p_.op.num_tokens; }
+
   const OpContext& ctx_;
   const LlDispatchParams& p_;
+  int32_t* const counts_;  // [E_l, R], or null
 };
 
 // A call: inlined, it would take registers from the common path.

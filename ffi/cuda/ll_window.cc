@@ -36,7 +36,7 @@ LlGrid plan_ll_grid(int num_tokens, int num_columns, int64_t shared_bytes, int n
   grid.num_parts = (num_columns + grid.part_columns - 1) / grid.part_columns;
   // Two warps at least, and a thread for every rank.
   grid.threads = static_cast<int>(std::max<int64_t>(64, align_up(grid.part_columns, 32)));
-  const int most = num_sms * blocks_per_sm(grid.threads, shared_bytes, limits);
+  const int most = std::max(1, num_sms) * blocks_per_sm(grid.threads, shared_bytes, limits);
   grid.num_blocks = std::clamp(grid.num_items(num_tokens), 1, most);
   return grid;
 }
