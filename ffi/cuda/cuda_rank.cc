@@ -54,9 +54,9 @@ int checked_num_sms(int requested, int ordinal, int device_sms) {
 
 void load_kernels(int ordinal) {
   const DeviceGuard guard(ordinal);
-  for (cudaError_t (*prepare)() : {prepare_dispatch, prepare_combine, prepare_combine_grad,
-                                   prepare_ll_dispatch, prepare_ll_combine,
-                                   prepare_ll_combine_grad}) {
+  for (cudaError_t (*prepare)() :
+       {prepare_dispatch, prepare_combine, prepare_combine_grad, prepare_ll_dispatch,
+        prepare_ll_combine, prepare_ll_combine_grad}) {
     const cudaError_t status = prepare();
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
       cudaGetLastError();

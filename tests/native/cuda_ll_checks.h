@@ -132,6 +132,15 @@ inline void check_ll_rows(LlWorld& ll, const Truth& truth, int slot, bool cotang
   const Case& c = world.c();
   const bool quantized = ll.mode().output != LlOutput::kRows;
   const int64_t groups = num_scales(c.hidden);
+  const auto sent_row = [&](int source, int64_t token) {
+    const RankData& d = world.rank(source);
+    return (cotangents ? d.host_g : d.host_x).data() + token * world.row_bytes();
+  };
+  std::vector<QuantizedRow> quantised(quantized ? int64_t{c.num_ranks} * c.num_tokens : 0);
+  parallel(static_cast<int64_t>(quantised.size()), [&](int64_t i) {
+    const char* x = sent_row(static_cast<int>(i / c.num_tokens), i % c.num_tokens);
+    quantised[i] = quantize_row(x, c.hidden, c.type, ll.mode().power_of_two);
+  });
   for (int r = 0; r < c.num_ranks; ++r) {
     world.use(r);
     LlOutputs& o = ll.rank(r).slot[slot];
@@ -153,13 +162,12 @@ inline void check_ll_rows(LlWorld& ll, const Truth& truth, int slot, bool cotang
       RankData& source = world.rank(from.source);
       expect_equal(verdict, "weights", r, row, weights[row],
                    source.host_topk_weights[from.token * c.num_experts_per_tok + from.k]);
-      const char* x =
-          (cotangents ? source.host_g : source.host_x).data() + from.token * world.row_bytes();
       if (!quantized) {
-        expect_bytes(verdict, "tokens", r, row, from, got, x, bytes);
+        expect_bytes(verdict, "tokens", r, row, from, got, sent_row(from.source, from.token),
+                     bytes);
         continue;
       }
-      const QuantizedRow want = quantize_row(x, c.hidden, c.type, ll.mode().power_of_two);
+      const QuantizedRow& want = quantised[int64_t{from.source} * c.num_tokens + from.token];
       if (ll.mode().output == LlOutput::kDequantized) {
         expect_bytes(verdict, "dequantised", r, row, from, got, want.back.data(), bytes);
         continue;
