@@ -55,6 +55,10 @@ add_library(jax_ep_cuda STATIC
   ffi/cuda/cuda_group.cc
   ffi/cuda/cuda_rank.cc
   ffi/cuda/dispatch.cu
+  ffi/cuda/ll_combine.cu
+  ffi/cuda/ll_combine_grad.cu
+  ffi/cuda/ll_dispatch.cu
+  ffi/cuda/ll_window.cc
   ffi/cuda/scratch.cu
   ffi/protocol/error_text.cc
   ffi/transport/cuda_memory.cc

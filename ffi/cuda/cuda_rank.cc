@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <sstream>
+#include <vector>
 
 #include "cuda/combine.h"
 #include "cuda/combine_grad.h"
 #include "cuda/dispatch.h"
+#include "cuda/ll_combine.h"
+#include "cuda/ll_combine_grad.h"
+#include "cuda/ll_dispatch.h"
 #include "protocol/epochs.h"
 
 namespace jax_ep::gpu {
@@ -49,9 +53,13 @@ int checked_num_sms(int requested, int ordinal, int device_sms) {
   throw std::invalid_argument(text.str());
 }
 
-void load_kernels(int ordinal) {
+using Prepare = cudaError_t (*)();
+
+void load_kernels(int ordinal, const WindowShape& shape) {
   const DeviceGuard guard(ordinal);
-  for (cudaError_t (*prepare)() : {prepare_dispatch, prepare_combine, prepare_combine_grad}) {
+  std::vector<Prepare> kernels{prepare_dispatch, prepare_combine, prepare_combine_grad};
+  if (shape.records) kernels = {prepare_ll_dispatch, prepare_ll_combine, prepare_ll_combine_grad};
+  for (const Prepare prepare : kernels) {
     const cudaError_t status = prepare();
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
       cudaGetLastError();
@@ -87,7 +95,9 @@ CudaRank::CudaRank(int ordinal, int rank, const CudaSettings& settings)
                "scratch for max_tokens_per_rank=" + std::to_string(settings.max_tokens_per_rank)),
       mailbox_(ordinal),
       side_(std::make_unique<SideStream>(ordinal)) {
-  load_kernels(ordinal);
+  load_kernels(ordinal, settings.layout.shape);
+  fill_payload();
+  side_->finish();
 }
 
 void CudaRank::open(const std::vector<PeerMemory>& peers) {
@@ -111,8 +121,16 @@ void CudaRank::clear() {
   side_->fill(window_.memory().control, 0, window_.control_bytes());
   side_->fill(reinterpret_cast<char*>(&lasting()->state), 0, sizeof(RankState));
   side_->fill(scratch_.data(), 0, scratch_.bytes());
+  fill_payload();
   side_->finish();
   mailbox() = Mailbox{};
+}
+
+void CudaRank::fill_payload() {
+  if (!settings_.layout.shape.records) return;
+  const DeviceGuard guard(ordinal_);
+  require_ok(fill_ll_window(window_.memory().data, settings_.layout, side_->stream()),
+             "preparing a low-latency window");
 }
 
 void CudaRank::poison() {

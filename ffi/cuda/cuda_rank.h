@@ -61,6 +61,8 @@ class CudaRank {
     PeerTable peers;
     RankState state;
   };
+  // Low latency: what payload must hold between operations.
+  void fill_payload();
   Lasting* lasting() const { return reinterpret_cast<Lasting*>(window_.lasting()); }
 
   const int ordinal_;

@@ -74,6 +74,36 @@ __device__ inline void store_streaming(uint4* to, uint4 v) {
                : "memory");
 }
 
+// ---- 16 bytes at once between ranks. Each word of them is a signal of its own: relaxed accesses
+// of the vector give every element the guarantees of a single relaxed access, and no order among
+// them.
+
+__device__ inline uint4 load_words(const void* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ inline void store_words(void* to, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ inline ulonglong2 load_long_words(const void* from) {
+  ulonglong2 v;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
+               : "=l"(v.x), "=l"(v.y)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ inline void store_long_words(void* to, ulonglong2 v) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(to), "l"(v.x), "l"(v.y)
+               : "memory");
+}
+
 #if defined(JAX_EP_BULK_COPY)
 
 // ---- mbarriers, which count arrivals and the bytes of bulk loads.

@@ -26,9 +26,11 @@ class Offsets {
 ScratchLayout ScratchLayout::make(const WindowShape& shape, int max_tokens) {
   const int64_t tokens = max_tokens;
   const int num_local = shape.experts_per_rank();
+  // Low latency's segments are padded, the others aligned.
   const int64_t most_rows =
-      tokens * shape.num_ranks * std::min(shape.num_experts_per_tok, num_local) +
-      int64_t{num_local} * kMaxAlignment;
+      shape.records ? tokens * shape.num_ranks * num_local
+                    : tokens * shape.num_ranks * std::min(shape.num_experts_per_tok, num_local) +
+                          int64_t{num_local} * kMaxAlignment;
   ScratchLayout layout{};
   Offsets offsets;
   layout.routes = offsets.take(tokens * shape.num_experts_per_tok * int64_t{sizeof(SendRoute)});

@@ -68,9 +68,21 @@ struct ChannelState {
   alignas(128) uint64_t first_fault;  // ~pack_fault, the largest being the first
 };
 
+// A channel of a low-latency buffer, whose operations begin and end in launches of their own. The
+// epoch in the control block counts those that have ended. All but `checked_in` and `failed`
+// outlive the operation.
+struct LowLatencyState {
+  uint64_t started;        // epochs begun
+  uint32_t finished_base;  // `finished` when the launch in progress began
+  Counter checked_in;      // blocks of the launch that have read the words above
+  Counter failed;          // blocks of the launch that gave up
+  Counter finished;        // blocks of all launches that have ended, modulo 2^32
+};
+
 struct RankState {
   uint32_t error_claimed;  // 1 once a thread of this rank has written the mailbox's error
   ChannelState channel[kNumChannels];
+  LowLatencyState low_latency[kNumChannels];
 };
 
 struct SendRoute {
@@ -108,6 +120,9 @@ struct Operation {
 
   JAX_EP_HD int num_ranks() const { return layout.shape.num_ranks; }
   JAX_EP_HD ChannelState* state() const { return &scratch.state->channel[channel]; }
+  JAX_EP_HD LowLatencyState* low_latency_state() const {
+    return &scratch.state->low_latency[channel];
+  }
   JAX_EP_HD ControlLayout control_layout() const { return {layout.shape.num_ranks}; }
 };
 

@@ -11,6 +11,7 @@ namespace jax_ep {
 // Slots begin on pairs of cache lines: rows that straddle them cost a fifth of an NVLink's rate
 // (docs/decisions/0004).
 constexpr int64_t kSlotAlignment = 128;
+constexpr int64_t kRecordBytes = 16;
 
 // What a window must hold. One "slot" is [source rank][source token of this epoch].
 struct WindowShape {
@@ -20,6 +21,7 @@ struct WindowShape {
   int num_experts_per_tok;  // K
   int64_t row_bytes;        // H * itemsize, a multiple of 16
   bool staging;             // some peer is reached by RDMA only: send regions are present
+  bool records = false;     // low latency on GPUs: routes travel in records beside the messages
 
   JAX_EP_HD constexpr int experts_per_rank() const { return num_experts / num_ranks; }
   JAX_EP_HD constexpr int64_t num_slots() const {
@@ -45,6 +47,7 @@ enum Region : int {
   kCombineTags,     // per source: one word (epoch, tag)
   kCombineSend,     // staging of outgoing rows
   kNotifyCounts,    // per source: all E counts, each a word (epoch, count)
+  kRouteRecords,    // per slot: K records of two words, (epoch, route) and (epoch, weight)
   kNumRegions,
 };
 
@@ -72,6 +75,8 @@ JAX_EP_HD constexpr int64_t region_bytes(const WindowShape& shape, Region region
       return shape.staging ? rows : 0;
     case kNotifyCounts:
       return int64_t{8} * shape.num_ranks * shape.num_experts;
+    case kRouteRecords:
+      return shape.records ? kRecordBytes * shape.num_slots() * shape.num_experts_per_tok : 0;
     case kNumRegions:
       break;
   }
@@ -79,17 +84,11 @@ JAX_EP_HD constexpr int64_t region_bytes(const WindowShape& shape, Region region
 }
 
 constexpr const char* region_name(Region region) {
-  constexpr const char* kNames[kNumRegions] = {"dispatch_receive_data",
-                                               "dispatch_receive_counts",
-                                               "dispatch_receive_tags",
-                                               "dispatch_arrival_flags",
-                                               "dispatch_send_data",
-                                               "combine_receive_data",
-                                               "combine_receive_scalars",
-                                               "combine_arrival_flags",
-                                               "combine_receive_tags",
-                                               "combine_send_data",
-                                               "notify_counts"};
+  constexpr const char* kNames[kNumRegions] = {
+      "dispatch_receive_data",   "dispatch_receive_counts", "dispatch_receive_tags",
+      "dispatch_arrival_flags",  "dispatch_send_data",      "combine_receive_data",
+      "combine_receive_scalars", "combine_arrival_flags",   "combine_receive_tags",
+      "combine_send_data",       "notify_counts",           "route_records"};
   return kNames[region];
 }
 

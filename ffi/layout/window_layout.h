@@ -69,6 +69,10 @@ struct WindowLayout {
     const int64_t index = static_cast<int64_t>(source) * shape.num_experts + expert;
     return item(kNotifyCounts, parity, index, 8);
   }
+  JAX_EP_HD constexpr int64_t route_records(int parity, int source, int token) const {
+    return item(kRouteRecords, parity, slot(source, token),
+                kRecordBytes * shape.num_experts_per_tok);
+  }
 };
 
 }  // namespace jax_ep

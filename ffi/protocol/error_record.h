@@ -7,7 +7,8 @@
 
 namespace jax_ep {
 
-enum class ErrorKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2 };
+// kUsage: this rank's own program began or ended an operation out of turn.
+enum class ErrorKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kUsage = 3 };
 
 // The step of the protocol that a rank was waiting in.
 enum class WaitFor : uint32_t {

@@ -93,6 +93,7 @@ class SideStream {
   void read(void* to, const char* from, int64_t bytes);
   // All of the above has happened.
   void finish();
+  cudaStream_t stream() const { return stream_; }
 
  private:
   int ordinal_;

@@ -2,9 +2,12 @@
 //   cuda_harness check [seed]   virtual ranks on GPU 0, and on two GPUs where there are two
 //   cuda_harness small [seed] [ranks]   tiny cases on one GPU, for tools that slow kernels down
 //   cuda_harness time           2 ranks on 2 GPUs, T = 4096 and 1024, H = 7168, K = 8, E = 256
+//   cuda_harness ll-check [seed], ll-small [seed] [ranks], ll-time     likewise, low latency
 // Exit status 0: nothing was wrong.
 #include "cuda_checks.h"
 #include "cuda_faults.h"
+#include "cuda_ll_cases.h"
+#include "cuda_ll_timing.h"
 #include "cuda_timing.h"
 #include "cuda_unexpanded.h"
 
@@ -100,6 +103,12 @@ int main(int argc, char** argv) {
                 static_cast<unsigned long long>(seed));
     if (mode == "small") {
       wrong = run_checks(small_cases(argc > 3 ? std::atoi(argv[3]) : 2), seed, 2, 60.0);
+    } else if (mode == "ll-check" || mode == "ll-time") {
+      limit_seconds(58);
+      wrong =
+          mode == "ll-check" ? run_ll_checks(seed, num_devices) : run_ll_timings(seed, num_devices);
+    } else if (mode == "ll-small") {
+      wrong = run_ll_small(seed, argc > 3 ? std::atoi(argv[3]) : 2);
     } else if (mode == "check") {
       wrong = run_checks(cases(num_devices), seed, 4, 2.0);
       wrong += run_fault_checks(seed, num_devices);

@@ -10,6 +10,9 @@
 #include "cuda/combine_grad.h"
 #include "cuda/cuda_buffer.h"
 #include "cuda/dispatch.h"
+#include "cuda/ll_combine.h"
+#include "cuda/ll_combine_grad.h"
+#include "cuda/ll_dispatch.h"
 #include "cuda_fake_runtime.h"
 
 namespace jax_ep::gpu {
@@ -18,6 +21,9 @@ namespace jax_ep::gpu {
 cudaError_t prepare_dispatch() { return cudaSuccess; }
 cudaError_t prepare_combine() { return cudaSuccess; }
 cudaError_t prepare_combine_grad() { return cudaSuccess; }
+cudaError_t prepare_ll_dispatch() { return cudaSuccess; }
+cudaError_t prepare_ll_combine() { return cudaSuccess; }
+cudaError_t prepare_ll_combine_grad() { return cudaSuccess; }
 ScratchLayout ScratchLayout::make(const WindowShape&, int) {
   ScratchLayout layout{};
   layout.total_bytes = 4096;

@@ -48,6 +48,7 @@ struct Case {
   Routing routing = Routing::kUniform;
   bool bulk = true;
   int num_sms = 0;  // 0: what all ranks of a GPU can have at once
+  bool low_latency = false;
 };
 
 template <class Body>
@@ -126,6 +127,7 @@ class World {
     shape.num_experts = c.num_experts;
     shape.num_experts_per_tok = c.num_experts_per_tok;
     shape.row_bytes = row_bytes();
+    shape.records = c.low_latency;
     layout_ = WindowLayout::make(shape);
     if (c.num_ranks == 1) layout_ = without_payload(layout_);
     if (c.devices.size() > 1) require_peer_access(c.devices);

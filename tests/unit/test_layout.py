@@ -23,6 +23,7 @@ REGIONS = (
     "combine_receive_tags",
     "combine_send_data",
     "notify_counts",
+    "route_records",
 )
 LINE = 128
 
@@ -55,6 +56,7 @@ def expected_sizes(
         "combine_receive_tags": num_ranks * 8,
         "combine_send_data": rows if staging else 0,
         "notify_counts": num_ranks * num_experts * 8,
+        "route_records": 0,  # of low-latency kernels on GPUs alone
     }
 
 
@@ -83,6 +85,7 @@ def test_our_example_byte_for_byte():
         "combine_receive_tags": 64,
         "combine_send_data": 14_680_064,
         "notify_counts": 18_432,
+        "route_records": 0,
     }
     assert layout["total_bytes"] == 2 * layout["buffer_bytes"] == 118_095_872
 

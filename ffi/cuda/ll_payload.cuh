@@ -1,0 +1,69 @@
+// Payload words that are their own arrival flags (see ll_window.h), and the records beside them.
+#pragma once
+
+#include "cuda/ll_operation.cuh"
+
+namespace jax_ep::gpu {
+
+// The sentinel is a NaN in every row type, also as two or four elements; with the sign bit cleared
+// it still is, and the peers can tell it from no word at all.
+__device__ inline uint32_t without_sentinel(uint32_t word) {
+  return word == kSentinel ? kSentinel >> 1 : word;
+}
+__device__ inline uint4 without_sentinel(uint4 v) {
+  return make_uint4(without_sentinel(v.x), without_sentinel(v.y), without_sentinel(v.z),
+                    without_sentinel(v.w));
+}
+__device__ inline bool has_arrived(uint4 v) {
+  return v.x != kSentinel && v.y != kSentinel && v.z != kSentinel && v.w != kSentinel;
+}
+__device__ inline void restore_sentinels(void* at) {
+  store_words(at, make_uint4(kSentinel, kSentinel, kSentinel, kSentinel));
+}
+
+// Waits for 16 bytes of a message from `peer`, of which `v` is what a first look has seen. When the
+// operation is aborted, whatever is there.
+__device__ inline void wait_for_payload(const OpContext& ctx, const void* at, int peer, uint4* v) {
+  BoundedWait bound;
+  while (!has_arrived(*v)) {
+    if (bound.over(ctx, WaitFor::kRow, peer, ctx.epoch, 0, v->x)) return;
+    *v = load_words(at);
+  }
+}
+__device__ inline uint32_t wait_for_payload_word(const OpContext& ctx, const uint32_t* at,
+                                                 int peer) {
+  BoundedWait bound;
+  while (true) {
+    const uint32_t word = load_relaxed<kSystemScope>(at);
+    if (word != kSentinel) return word;
+    if (bound.over(ctx, WaitFor::kRow, peer, ctx.epoch, 0, word)) return word;
+  }
+}
+
+// What the source of a token says of entry k: its route on this rank, or kNoRoute, and its weight.
+// Several blocks read it, so that it carries the epoch instead of being cleared.
+struct RouteRecord {
+  uint32_t route = kNoRoute;
+  float weight = 0.0f;
+};
+
+__device__ inline void store_record(void* at, uint64_t epoch, uint32_t route, float weight) {
+  store_long_words(
+      at, make_ulonglong2(epoch_word(epoch, route), epoch_word(epoch, __float_as_uint(weight))));
+}
+
+// No route when the operation is aborted.
+__device__ inline RouteRecord wait_for_record(const OpContext& ctx, const void* at, int peer) {
+  BoundedWait bound;
+  while (true) {
+    const ulonglong2 words = load_long_words(at);
+    if (word_is_of(words.x, ctx.epoch) && word_is_of(words.y, ctx.epoch)) {
+      return {word_value(words.x), __uint_as_float(word_value(words.y))};
+    }
+    if (bound.over(ctx, WaitFor::kRow, peer, ctx.epoch, epoch_word(ctx.epoch, 0), words.x)) {
+      return {};
+    }
+  }
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,58 @@
+// What the launchers of low-latency operations share: which half of an operation a launch is, how
+// it uses the device, and what the window must hold between operations.
+//
+// A payload word says by itself that it has arrived: until then it holds the sentinel. Whoever
+// reads it puts the sentinel back, and no sender ever sends it. So all payload of the window must
+// hold sentinels when the first operation starts, and again after operations were aborted.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/launch.h"
+#include "cuda/window.h"
+
+namespace jax_ep::gpu {
+
+constexpr uint32_t kSentinel = 0xFFFFFFFFu;
+
+struct LlTurn {
+  bool send;
+  bool receive;
+  uint32_t* epoch_out;            // of a start: what its done must be given; may be null
+  const uint32_t* pending_epoch;  // of a done: what its start gave
+
+  static LlTurn fused() { return {true, true, nullptr, nullptr}; }
+  static LlTurn start(uint32_t* epoch) { return {true, false, epoch, nullptr}; }
+  static LlTurn done(const uint32_t* epoch) { return {false, true, nullptr, epoch}; }
+};
+
+// A block takes items of (token, part of its columns) in turn; a column is what one thread moves.
+struct LlGrid {
+  int num_blocks;
+  int threads;
+  int num_columns;  // of a row
+  int num_parts;
+  int part_columns;
+
+  JAX_EP_HD int num_items(int num_tokens) const { return num_tokens * num_parts; }
+};
+
+constexpr int kLlMaxThreads =
+    448;  // half a row of 14 KB; more would leave a thread too few registers
+constexpr int kLlBlocksPerSm = 2;  // of kLlMaxThreads; more of smaller ones
+// Columns of a part come in groups of this many: 128 bytes, or the channels that share a scale.
+constexpr int kColumnGroup = 8;
+
+// All blocks of an operation must be on the device at once, together with those of other ranks
+// there: a block waits for peers' blocks that may come later in their grids. shared_bytes: of one
+// block, static ones included.
+LlGrid plan_ll_grid(int num_tokens, int num_columns, int64_t shared_bytes, int num_sms,
+                    const DeviceLimits& limits);
+
+// Writes sentinels to all payload of one rank's window: after its creation, and after it has been
+// cleared. A group of one rank has no payload.
+cudaError_t fill_ll_window(char* window, const WindowLayout& layout, cudaStream_t stream);
+
+}  // namespace jax_ep::gpu

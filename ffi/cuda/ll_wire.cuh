@@ -1,0 +1,222 @@
+// What one thread moves of a row: a column, as it is in x, on the wire and in the output.
+//
+//   Loaded                                       from x
+//   Column encode(p, loaded)                     as on the wire; all lanes of a warp
+//   void send(slot, column, value)               to a peer
+//   Column look(slot, column), Column wait(...)  from a peer; puts the sentinels back
+//   Output decode(p, value)                      all lanes of a warp
+//   void store(p, row, column, output)
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "cuda/ll_dispatch.h"
+#include "cuda/ll_payload.cuh"
+#include "cuda/vectors.cuh"
+#include "protocol/quantize.h"
+
+namespace jax_ep::gpu {
+
+// Rows of any type as they are, 16 bytes a column.
+struct PlainWire {
+  using Loaded = uint4;
+  using Column = uint4;
+  using Output = uint4;
+
+  __device__ static Loaded load(const LlDispatchParams& p, int token, int column) {
+    const char* row = p.x + int64_t{token} * p.op.layout.shape.row_bytes;
+    return load_constant(reinterpret_cast<const uint4*>(row) + column);
+  }
+  __device__ static Loaded nothing() { return make_uint4(0, 0, 0, 0); }
+  // Also of rows that stay here, so that no row depends on where its token lives.
+  __device__ static Column encode(const LlDispatchParams&, const Loaded& loaded) {
+    return without_sentinel(loaded);
+  }
+  __device__ static void send(const LlDispatchParams&, char* slot, int column,
+                              const Column& value) {
+    store_words(slot + int64_t{column} * 16, value);
+  }
+  __device__ static Column look(const LlDispatchParams&, const char* slot, int column) {
+    return load_words(slot + int64_t{column} * 16);
+  }
+  __device__ static void wait(const OpContext& ctx, const LlDispatchParams&, char* slot, int column,
+                              int peer, Column* value) {
+    char* at = slot + int64_t{column} * 16;
+    wait_for_payload(ctx, at, peer, value);
+    restore_sentinels(at);
+  }
+  __device__ static Output decode(const LlDispatchParams&, const Column& value) { return value; }
+  __device__ static void store(const LlDispatchParams& p, int row, int column,
+                               const Output& output) {
+    char* to = p.tokens + int64_t{row} * p.op.layout.shape.row_bytes;
+    store_streaming(reinterpret_cast<uint4*>(to) + column, output);
+  }
+};
+
+__device__ inline uint32_t encode_four(float a, float b, float c, float d) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+  const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
+  return low | high << 16;
+#else
+  return static_cast<uint32_t>(encode_e4m3(a)) | static_cast<uint32_t>(encode_e4m3(b)) << 8 |
+         static_cast<uint32_t>(encode_e4m3(c)) << 16 | static_cast<uint32_t>(encode_e4m3(d)) << 24;
+#endif
+}
+__device__ inline float decode_one(uint32_t word, int byte) {
+  const auto code = static_cast<uint8_t>(word >> (8 * byte));
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+#else
+  return decode_e4m3(code);
+#endif
+}
+
+// float8 rows of H bytes, 16 channels a column, then a scale for every 8 columns, which the first
+// of the 8 threads moves.
+template <RowType kType>
+struct QuantizedWire {
+  using Vector = RowVector<kType>;
+  static constexpr int kVectors = kQuantizedUnit / Vector::kElements;  // of x in a column
+  static constexpr int kThreadsPerScale = kScaleGroup / kQuantizedUnit;
+  static_assert(kThreadsPerScale == kColumnGroup);
+
+  struct Loaded {
+    uint4 v[kVectors];
+  };
+  struct Column {
+    uint4 data;
+    uint32_t scale;  // bits; of a message that arrives, in the first thread of the group alone
+  };
+  struct Output {
+    uint4 v[kVectors];  // float8 in the first, or a row's
+    uint32_t scale;
+  };
+
+  __device__ static bool holds_scale(int column) { return column % kThreadsPerScale == 0; }
+
+  __device__ static Loaded load(const LlDispatchParams& p, int token, int column) {
+    const int64_t row_bytes = p.op.layout.shape.row_bytes;
+    const auto* row = reinterpret_cast<const uint4*>(p.x + int64_t{token} * row_bytes);
+    Loaded loaded = nothing();
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int vector = column * kVectors + i;
+      if (vector < row_bytes / 16) loaded.v[i] = load_constant(row + vector);
+    }
+    return loaded;
+  }
+  __device__ static Loaded nothing() {
+    Loaded loaded;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) loaded.v[i] = make_uint4(0, 0, 0, 0);
+    return loaded;
+  }
+
+  __device__ static Column encode(const LlDispatchParams& p, const Loaded& loaded) {
+    float x[kQuantizedUnit];
+    unpack(loaded.v, x);
+    float amax = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kQuantizedUnit; ++i) amax = fmaxf(amax, fabsf(x[i]));
+#pragma unroll
+    for (int distance = kThreadsPerScale / 2; distance >= 1; distance /= 2) {
+      amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, distance));
+    }
+    const GroupScale scale = group_scale(amax, p.power_of_two_scales);
+#pragma unroll
+    for (int i = 0; i < kQuantizedUnit; ++i) x[i] = __fmul_rn(x[i], scale.inverse);
+    const uint4 data =
+        make_uint4(encode_four(x[0], x[1], x[2], x[3]), encode_four(x[4], x[5], x[6], x[7]),
+                   encode_four(x[8], x[9], x[10], x[11]), encode_four(x[12], x[13], x[14], x[15]));
+    return {without_sentinel(data), without_sentinel(__float_as_uint(scale.scale))};
+  }
+
+  __device__ static char* scale_at(const LlDispatchParams& p, char* slot, int column) {
+    return slot + wire_scales_offset(p.hidden()) + int64_t{column / kThreadsPerScale} * 4;
+  }
+  __device__ static void send(const LlDispatchParams& p, char* slot, int column,
+                              const Column& value) {
+    store_words(slot + int64_t{column} * 16, value.data);
+    if (holds_scale(column)) {
+      store_relaxed<kSystemScope>(reinterpret_cast<uint32_t*>(scale_at(p, slot, column)),
+                                  value.scale);
+    }
+  }
+  __device__ static Column look(const LlDispatchParams&, const char* slot, int column) {
+    return {load_words(slot + int64_t{column} * 16), 0};
+  }
+  __device__ static void wait(const OpContext& ctx, const LlDispatchParams& p, char* slot,
+                              int column, int peer, Column* value) {
+    char* at = slot + int64_t{column} * 16;
+    wait_for_payload(ctx, at, peer, &value->data);
+    restore_sentinels(at);
+    if (!holds_scale(column)) return;
+    auto* scale = reinterpret_cast<uint32_t*>(scale_at(p, slot, column));
+    value->scale = wait_for_payload_word(ctx, scale, peer);
+    store_relaxed<kSystemScope>(scale, kSentinel);
+  }
+
+  __device__ static Output decode(const LlDispatchParams& p, const Column& value) {
+    Output output;
+    output.v[0] = value.data;
+    output.scale =
+        __shfl_sync(kFullWarp, value.scale, lane_id() / kThreadsPerScale * kThreadsPerScale);
+    if (p.output != LlOutput::kDequantized) return output;
+    const float scale = __uint_as_float(output.scale);
+    const uint32_t words[4] = {value.data.x, value.data.y, value.data.z, value.data.w};
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float x[Vector::kElements];
+#pragma unroll
+      for (int j = 0; j < Vector::kElements; ++j) {
+        const int channel = i * Vector::kElements + j;
+        x[j] = __fmul_rn(decode_one(words[channel / 4], channel % 4), scale);
+      }
+      output.v[i] = Vector::pack(x);
+    }
+    return output;
+  }
+
+  __device__ static void store(const LlDispatchParams& p, int row, int column,
+                               const Output& output) {
+    if (p.output == LlOutput::kDequantized) return store_row(p, row, column, output);
+    const int64_t hidden = p.hidden();
+    char* to = p.tokens + row * hidden + int64_t{column} * kQuantizedUnit;
+    if (hidden % kQuantizedUnit == 0) {
+      store_streaming(reinterpret_cast<uint4*>(to), output.v[0]);
+    } else {
+      const uint32_t words[4] = {output.v[0].x, output.v[0].y, output.v[0].z, output.v[0].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (column * kQuantizedUnit + 4 * i < hidden) reinterpret_cast<uint32_t*>(to)[i] = words[i];
+      }
+    }
+    if (!holds_scale(column)) return;
+    p.scales[int64_t{row} * num_scales(hidden) + column / kThreadsPerScale] =
+        __uint_as_float(output.scale);
+  }
+
+ private:
+  __device__ static void unpack(const uint4 (&v)[kVectors], float (&x)[kQuantizedUnit]) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float part[Vector::kElements];
+      Vector::unpack(v[i], part);
+#pragma unroll
+      for (int j = 0; j < Vector::kElements; ++j) x[i * Vector::kElements + j] = part[j];
+    }
+  }
+  __device__ static void store_row(const LlDispatchParams& p, int row, int column,
+                                   const Output& output) {
+    const int64_t row_bytes = p.op.layout.shape.row_bytes;
+    auto* to = reinterpret_cast<uint4*>(p.tokens + row * row_bytes);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int vector = column * kVectors + i;
+      if (vector < row_bytes / 16) store_streaming(to + vector, output.v[i]);
+    }
+  }
+};
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,104 @@
+// Rows as float8 (e4m3fn: no infinities, NaN 0x7F and 0xFF, largest value 448) with one float32
+// scale per group of 128 channels; the last group of a row is shorter when H is no multiple of 128.
+// Every backend gives the same bits, because each step is one IEEE operation, rounded to nearest
+// even:
+//
+//   amax   = the largest |x| of the group, NaNs left out
+//   amax < 2^-100 (or no number at all):  scale = 1, inverse = 1
+//   otherwise:                             scale = amax * float32(1 / 448), inverse = 448 / amax
+//   with power-of-two scales:              scale = that scale rounded up to a power of two,
+//                                          inverse = 1 / scale, which is exact
+//   value  = e4m3fn(x * inverse), saturating at 448, NaN becoming 0x7F
+//   back   = row_type(float32(value) * scale)
+//
+// A group with an infinity comes back as NaN.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "layout/host_device.h"
+
+namespace jax_ep {
+
+constexpr int kScaleGroup = 128;    // channels that share a scale
+constexpr int kQuantizedUnit = 16;  // channels in 16 bytes of float8
+constexpr float kLargestE4m3 = 448.0f;
+constexpr float kSmallestAmax = 0x1p-100f;
+
+JAX_EP_HD constexpr int num_scales(int64_t hidden) {
+  return static_cast<int>((hidden + kScaleGroup - 1) / kScaleGroup);
+}
+// Where the scales lie in a quantised row on its way: after the values, on 16 bytes.
+JAX_EP_HD constexpr int64_t wire_scales_offset(int64_t hidden) {
+  return (hidden + kQuantizedUnit - 1) / kQuantizedUnit * kQuantizedUnit;
+}
+
+JAX_EP_HD inline uint32_t bits_of_float(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+JAX_EP_HD inline float float_of_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+struct GroupScale {
+  float scale;    // travels with the values
+  float inverse;  // what the sender multiplies by
+};
+
+JAX_EP_HD inline GroupScale group_scale(float amax, bool power_of_two) {
+  if (!(amax >= kSmallestAmax)) return {1.0f, 1.0f};
+#if defined(__CUDA_ARCH__)
+  const float scale = __fmul_rn(amax, 1.0f / kLargestE4m3);
+  if (!power_of_two) return {scale, __fdiv_rn(kLargestE4m3, amax)};
+#else
+  const float scale = amax * (1.0f / kLargestE4m3);
+  if (!power_of_two) return {scale, kLargestE4m3 / amax};
+#endif
+  constexpr uint32_t kMantissa = 0x007FFFFFu;
+  constexpr uint32_t kInfinity = 0x7F800000u;
+  constexpr uint32_t kOneTwice = 254u
+                                 << 23;  // exponents of a number and of its inverse add up to it
+  const uint32_t bits = (bits_of_float(scale) + kMantissa) & ~kMantissa;
+  return {float_of_bits(bits), bits >= kInfinity ? 0.0f : float_of_bits(kOneTwice - bits)};
+}
+
+JAX_EP_HD inline uint8_t encode_e4m3(float value) {
+  constexpr uint32_t kInfinity = 0x7F800000u;
+  constexpr uint32_t kLargestCode = 0x7E;
+  constexpr uint32_t kSmallestNormal = 121u << 23;  // 2^-6
+  constexpr uint32_t kRebias = (127 - 7) << 3;
+  const uint32_t sign = bits_of_float(value) >> 24 & 0x80u;
+  const uint32_t magnitude = bits_of_float(value) & 0x7FFFFFFFu;
+  if (magnitude > kInfinity) return 0x7F;
+  if (magnitude < kSmallestNormal) {
+    // The sum's last bit is worth 2^-9, one step of the subnormals.
+    constexpr float kMagic = 0x1p14f;
+    const float sum = float_of_bits(magnitude) + kMagic;
+    return static_cast<uint8_t>(sign | (bits_of_float(sum) - bits_of_float(kMagic)));
+  }
+  const uint32_t rounded = magnitude + 0x7FFFFu + (magnitude >> 20 & 1u);
+  const uint32_t code = (rounded >> 20) - kRebias;
+  return static_cast<uint8_t>(sign | (code < kLargestCode ? code : kLargestCode));
+}
+
+JAX_EP_HD inline float decode_e4m3(uint8_t code) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+  const uint32_t magnitude = code & 0x7Fu;
+  if (magnitude == 0x7F) return float_of_bits(sign | 0x7FC00000u);
+  if (magnitude < 8) {
+    const float value = static_cast<float>(magnitude) * 0x1p-9f;
+    return float_of_bits(sign | bits_of_float(value));
+  }
+  return float_of_bits(sign | ((magnitude + ((127 - 7) << 3)) << 20));
+}
+
+// One step of dequantisation, before the rounding to the row type.
+JAX_EP_HD inline float dequantized(uint8_t code, float scale) { return decode_e4m3(code) * scale; }
+
+}  // namespace jax_ep

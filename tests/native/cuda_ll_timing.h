@@ -1,0 +1,115 @@
+// Device time of low-latency operations inside a captured graph of 50, the slowest rank.
+#pragma once
+
+#include "cuda_ll_checks.h"
+
+namespace jax_ep::gpu::test {
+
+// launch(r): one operation of rank r.
+template <class Launch>
+double ll_microseconds(LlWorld& ll, Launch launch) {
+  constexpr int kOperations = 50;
+  constexpr int kReplays = 12;
+  constexpr int kRepeats = 3;
+  World& world = ll.world();
+  const int num_ranks = world.num_ranks();
+  std::vector<cudaGraphExec_t> graphs(num_ranks);
+  std::vector<cudaEvent_t> begin(num_ranks), end(num_ranks);
+  for (int r = 0; r < num_ranks; ++r) {
+    world.use(r);
+    cudaStream_t stream = world.rank(r).stream;
+    cudaGraph_t graph;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
+    for (int i = 0; i < kOperations; ++i) launch(r);
+    check(cudaStreamEndCapture(stream, &graph), "end capture");
+    check(cudaGraphInstantiate(&graphs[r], graph, 0), "instantiate");
+    check(cudaGraphUpload(graphs[r], stream), "upload");
+    check(cudaGraphDestroy(graph), "destroy graph");
+    check(cudaEventCreate(&begin[r]), "event");
+    check(cudaEventCreate(&end[r]), "event");
+  }
+  const auto on_all = [&](auto body) {
+    for (int r = 0; r < num_ranks; ++r) {
+      world.use(r);
+      check(body(r, world.rank(r).stream), "timing");
+    }
+  };
+  const auto replay = [&](int r, cudaStream_t stream) {
+    return cudaGraphLaunch(graphs[r], stream);
+  };
+  for (int i = 0; i < 2; ++i) on_all(replay);
+  world.synchronise();
+  std::vector<double> times;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    on_all([&](int r, cudaStream_t stream) { return cudaEventRecord(begin[r], stream); });
+    for (int i = 0; i < kReplays; ++i) on_all(replay);
+    on_all([&](int r, cudaStream_t stream) { return cudaEventRecord(end[r], stream); });
+    world.synchronise();
+    double slowest = 0;
+    for (int r = 0; r < num_ranks; ++r) {
+      float milliseconds = 0;
+      check(cudaEventElapsedTime(&milliseconds, begin[r], end[r]), "elapsed");
+      slowest = std::max(slowest, milliseconds * 1000.0 / (kReplays * kOperations));
+    }
+    times.push_back(slowest);
+  }
+  for (int r = 0; r < num_ranks; ++r) {
+    check(cudaGraphExecDestroy(graphs[r]), "destroy");
+    check(cudaEventDestroy(begin[r]), "event");
+    check(cudaEventDestroy(end[r]), "event");
+  }
+  std::sort(times.begin(), times.end());
+  return times[kRepeats / 2];
+}
+
+inline int64_t time_ll_shape(uint64_t seed, int num_tokens) {
+  struct Row {
+    const char* name;
+    LlMode mode;
+  };
+  const Row rows[] = {{"fp8 padded", {LlOutput::kValues, true}},
+                      {"fp8 compact", {LlOutput::kValues, false}},
+                      {"bf16 padded", {LlOutput::kRows, true}},
+                      {"bf16 compact", {LlOutput::kRows, false}},
+                      {"fp8 to bf16 padded", {LlOutput::kDequantized, true}}};
+  int64_t wrong = 0;
+  std::printf("T=%d H=7168 K=8 E=256, 2 GPUs, us per operation in a graph of 50\n", num_tokens);
+  std::printf("%-20s %5s %9s %9s %11s %9s %11s\n", "", "SMs", "dispatch", "again", "start+done",
+              "combine", "start+done");
+  for (const Row& row : rows) {
+    Case c = ll_case("timing", 2, {0, 1}, num_tokens, 7168, 8, 256);
+    c.zero_tail = false;
+    LlWorld ll(c, row.mode, seed, 2.0);
+    wrong += check_ll_round(ll, false, false, "timing shape");
+    ll.set_statistics(false);
+    World& world = ll.world();
+    const auto dispatch = [&](int r) { ll.dispatch(r, LlTurn::fused(), 0, world.rank(r).x); };
+    const auto combine = [&](int r) { ll.combine(r, LlTurn::fused(), 0, true, false); };
+    for (const int num_sms : {132, 64}) {
+      world.set_launch(num_sms, true);
+      std::printf("%-20s %5d", row.name, num_sms);
+      std::printf(" %9.2f", ll_microseconds(ll, dispatch));
+      std::printf(" %9.2f", ll_microseconds(ll, dispatch));
+      std::printf(" %11.2f", ll_microseconds(ll, [&](int r) {
+                    ll.dispatch(r, ll.start_dispatch(r, 0), 0, world.rank(r).x);
+                    ll.dispatch(r, ll.done_dispatch(r, 0), 0, world.rank(r).x);
+                  }));
+      std::printf(" %9.2f", ll_microseconds(ll, combine));
+      std::printf(" %11.2f\n", ll_microseconds(ll, [&](int r) {
+                    ll.combine(r, ll.start_combine(r, 0), 0, true, false);
+                    ll.combine(r, ll.done_combine(r, 0), 0, true, false);
+                  }));
+      std::fflush(stdout);
+    }
+  }
+  return wrong;
+}
+
+inline int64_t run_ll_timings(uint64_t seed, int num_devices) {
+  if (num_devices < 2) throw std::runtime_error("timings need two GPUs");
+  int64_t wrong = 0;
+  for (const int num_tokens : {128, 8, 1}) wrong += time_ll_shape(seed++, num_tokens);
+  return wrong;
+}
+
+}  // namespace jax_ep::gpu::test
