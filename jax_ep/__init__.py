@@ -7,6 +7,7 @@ import jax
 from .buffer import Buffer
 from .config import EpConfig
 from .errors import EpDataError, EpError, EpMismatchError, EpTimeoutError, EpUsageError
+from .layout import LowLatencyLayout, get_low_latency_rdma_size_hint
 from .ops import combine, dispatch
 from .routed import Handle, Routed
 
@@ -28,7 +29,9 @@ __all__ = [
     "EpTimeoutError",
     "EpUsageError",
     "Handle",
+    "LowLatencyLayout",
     "Routed",
     "combine",
     "dispatch",
+    "get_low_latency_rdma_size_hint",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from . import _native
-from .config import MAX_UINT16, EpConfig
+from .config import EpConfig, experts_per_rank
 from .errors import EpDataError, EpError, EpMismatchError, EpTimeoutError, EpUsageError
 
 DEFAULT_TIMEOUT_S = {"cpu": 20.0}
@@ -71,7 +71,7 @@ class Buffer:
         self._config = config
         self._axis_names = _checked_axes(mesh, axis_name)
         self._num_ranks = math.prod(mesh.shape[axis] for axis in self._axis_names)
-        self._experts_per_rank = _experts_per_rank(config, self._num_ranks)
+        self._experts_per_rank = experts_per_rank(config, self._num_ranks)
         platform = _one_platform(mesh)
         self._backend = _resolve_backend(backend, platform)
         self._fingerprint = _fingerprint(config, mesh, self._axis_names, self._backend)
@@ -252,21 +252,6 @@ def _checked_axes(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]
     if len(set(axes)) != len(axes):
         raise EpUsageError(f"axis_name={axis_name!r} names an axis twice; name each once")
     return axes
-
-
-def _experts_per_rank(config: EpConfig, num_ranks: int) -> int:
-    if config.num_experts % num_ranks:
-        raise EpUsageError(
-            f"num_experts={config.num_experts} does not divide among {num_ranks} ranks; "
-            f"make it a multiple of {num_ranks}, or use an axis_name of another size"
-        )
-    experts_per_rank = config.num_experts // num_ranks
-    if experts_per_rank > MAX_UINT16:
-        raise EpUsageError(
-            f"num_experts={config.num_experts} puts {experts_per_rank} experts on each of "
-            f"{num_ranks} ranks; at most {MAX_UINT16} fit, so use more ranks or fewer experts"
-        )
-    return experts_per_rank
 
 
 def _one_platform(mesh: Mesh) -> str:

@@ -20,6 +20,7 @@ PYTHON_LEVELS = {
     "routed": 0,
     "config": 1,
     "_native": 2,
+    "layout": 3,
     "_bootstrap": 3,
     "buffer": 4,
     "_primitives": 5,
