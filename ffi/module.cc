@@ -1,10 +1,12 @@
 // The Python module jax_ep._ffi_cpu: registrations for XLA, the life of native buffers, and the
 // window's layout. Imported by jax_ep/_native.py only.
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/cpu_buffer.h"
 #include "handlers/cpu_handlers.h"
+#include "handlers/cpu_low_latency.h"
 #include "layout/seed_layout.h"
 #include "layout/window_layout.h"
 #include "shared_module.h"
@@ -20,6 +22,17 @@ nb::dict registrations() {
   targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate, jax_ep_dispatch_cpu);
   targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate, jax_ep_combine_cpu);
   targets["jax_ep_combine_grad"] = handler_stages(jax_ep_instantiate, jax_ep_combine_grad_cpu);
+  const std::pair<const char*, Handler> low_latency[] = {
+      {"jax_ep_ll_dispatch", jax_ep_ll_dispatch_cpu},
+      {"jax_ep_ll_dispatch_start", jax_ep_ll_dispatch_start_cpu},
+      {"jax_ep_ll_dispatch_done", jax_ep_ll_dispatch_done_cpu},
+      {"jax_ep_ll_combine", jax_ep_ll_combine_cpu},
+      {"jax_ep_ll_combine_start", jax_ep_ll_combine_start_cpu},
+      {"jax_ep_ll_combine_done", jax_ep_ll_combine_done_cpu},
+      {"jax_ep_ll_combine_grad", jax_ep_ll_combine_grad_cpu}};
+  for (const auto& [name, handler] : low_latency) {
+    targets[name] = handler_stages(jax_ep_instantiate, handler);
+  }
   return targets;
 }
 
