@@ -14,6 +14,9 @@ from .errors import EpUsageError
 # registered.
 _MODULES = {"cpu": ("jax_ep._ffi_cpu", "cpu"), "cuda": ("jax_ep._ffi_cuda", "CUDA")}
 
+# A module that has it has all of the low-latency operations.
+LOW_LATENCY_TARGET = "jax_ep_ll_dispatch"
+
 
 def platform_of(device: jax.Device) -> str:
     """``"cpu"``, ``"cuda"``, or what JAX calls another platform (``"gpu"`` for one not CUDA's)."""
@@ -30,6 +33,13 @@ def is_built(platform: str) -> bool:
     if platform not in _MODULES:
         return False
     return platform == "cpu" or importlib.util.find_spec(_MODULES[platform][0]) is not None
+
+
+def serves(platform: str, mode: str) -> bool:
+    """Whether this installation's native code for a platform has the operations of a mode."""
+    if not is_built(platform):
+        return False
+    return mode != "low_latency" or LOW_LATENCY_TARGET in load(platform).registrations()
 
 
 def load(platform: str = "cpu") -> ModuleType:

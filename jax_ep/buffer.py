@@ -73,7 +73,7 @@ class Buffer:
         self._num_ranks = math.prod(mesh.shape[axis] for axis in self._axis_names)
         self._experts_per_rank = experts_per_rank(config, self._num_ranks)
         platform = _one_platform(mesh)
-        self._backend = _resolve_backend(backend, platform)
+        self._backend = _resolve_backend(backend, platform, config.mode)
         self._fingerprint = _fingerprint(config, mesh, self._axis_names, self._backend)
         self._native = _native.load(platform) if self._backend == "native" else None
         if self._native is None:
@@ -271,23 +271,24 @@ def _one_platform(mesh: Mesh) -> str:
     return _native.platform_of(devices[0])
 
 
-def _resolve_backend(backend: str, platform: str) -> str:
+def _resolve_backend(backend: str, platform: str, mode: str) -> str:
     if backend not in ("auto", "native", "reference"):
         raise EpUsageError(f"backend={backend!r} is not known; use 'auto', 'native' or 'reference'")
-    offered = _native.is_built(platform)
+    if backend == "reference":
+        return backend
+    offered = _native.serves(platform, mode)
     if backend == "native" and not offered:
         raise EpUsageError(
-            f"backend='native' is not offered for {platform} devices by this build; use "
-            "backend='reference', or a mesh of CPU devices"
+            f"backend='native' is not offered for {platform} devices and mode={mode!r} by this "
+            "build; use backend='reference', or a mesh of CPU devices"
         )
-    if backend != "auto":
-        return backend
     if offered:
         return "native"
     if platform in ("gpu", "cuda", "rocm"):
         warnings.warn(
-            f"jax_ep has no native backend for {platform} devices in this build and uses jax.lax "
-            "collectives, which are slower; pass backend='reference' to silence this warning",
+            f"jax_ep has no native backend for {platform} devices and mode={mode!r} in this build "
+            "and uses jax.lax collectives, which are slower; pass backend='reference' to silence "
+            "this warning",
             stacklevel=3,
         )
     return "reference"

@@ -18,6 +18,7 @@ MAX_FUNCTION_LINES = 60  # the docstring not counted
 PYTHON_LEVELS = {
     "errors": 0,
     "routed": 0,
+    "low_latency_routed": 1,
     "config": 1,
     "_native": 2,
     "layout": 3,
@@ -26,10 +27,14 @@ PYTHON_LEVELS = {
     "_primitives": 5,
     "_reference": 5,
     "_vjp": 6,
+    "_low_latency_primitives": 6,
+    "_low_latency_reference": 6,
+    "_low_latency_vjp": 7,
     "ops": 7,
-    "__init__": 8,
-    "nn": 9,
-    "cli": 9,
+    "low_latency": 8,
+    "__init__": 9,
+    "nn": 10,
+    "cli": 10,
 }
 COMPILED = "_ffi_"  # how the names of compiled modules start
 # Includes go to the own folder or to lower levels.
