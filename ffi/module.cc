@@ -127,9 +127,9 @@ std::string payload(int64_t id) {
 
 // Regions of one buffer as (name, offset, bytes), and the totals.
 nb::dict window_layout(int num_ranks, int tokens_per_epoch, int num_experts,
-                       int num_experts_per_tok, int64_t row_bytes, bool staging) {
+                       int num_experts_per_tok, int64_t row_bytes, bool staging, bool records) {
   const WindowLayout layout = WindowLayout::make(
-      {num_ranks, tokens_per_epoch, num_experts, num_experts_per_tok, row_bytes, staging});
+      {num_ranks, tokens_per_epoch, num_experts, num_experts_per_tok, row_bytes, staging, records});
   nb::list regions;
   for (int r = 0; r < kNumRegions; ++r) {
     const auto region = static_cast<Region>(r);
@@ -197,7 +197,7 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("take_data_faults", &take_data_faults, "id"_a);
   m.def("error_records", &error_records, "id"_a);
   m.def("window_layout", &window_layout, nb::kw_only(), "num_ranks"_a, "tokens_per_epoch"_a,
-        "num_experts"_a, "num_experts_per_tok"_a, "row_bytes"_a, "staging"_a);
+        "num_experts"_a, "num_experts_per_tok"_a, "row_bytes"_a, "staging"_a, "records"_a = false);
   m.def("seed_layout", &seed_layout, nb::kw_only(), "tokens"_a, "row_bytes"_a, "num_ranks"_a);
   m.attr("has_test_hooks") = kHasTestHooks;
 #if defined(JAX_EP_TEST_HOOKS)

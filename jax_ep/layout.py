@@ -56,6 +56,7 @@ class LowLatencyLayout:
         num_experts_per_tok: int = 8,
         dtype: Any = jnp.bfloat16,
         staging: bool = True,
+        records: bool = True,
     ) -> "LowLatencyLayout":
         """Lays out a window; needs no device.
 
@@ -69,6 +70,7 @@ class LowLatencyLayout:
             dtype: element type of the rows: float32, bfloat16 or float16.
             staging: whether some peer is reached by RDMA only, which takes send regions. Without
                 them the window is about half.
+            records: whether GPU kernels use the window, which keep route records beside messages.
 
         Raises:
             EpUsageError: an argument is outside EpConfig's limits.
@@ -93,6 +95,7 @@ class LowLatencyLayout:
             num_experts_per_tok=config.num_experts_per_tok,
             row_bytes=config.row_bytes,
             staging=bool(staging),
+            records=bool(records),
         )
         regions = tuple(Region(*region) for region in facts.pop("regions"))
         return cls(regions=regions, **facts)
@@ -133,10 +136,10 @@ def get_low_latency_rdma_size_hint(
 ) -> int:
     """Bytes of one rank's low-latency window when peers are reached by RDMA; needs no device.
 
-    The double-buffered window with its send regions: ``LowLatencyLayout.make(...).total_bytes``. It
-    is an upper bound: where every peer's memory can be addressed, as within one process or one
-    NVLink domain, the send regions are absent and a Buffer allocates about half
-    (``Buffer.window_bytes``).
+    The double-buffered window of GPUs with its send regions:
+    ``LowLatencyLayout.make(...).total_bytes``. It is an upper bound: where every peer's memory can
+    be addressed, as within one process or one NVLink domain, the send regions are absent and a
+    Buffer allocates about half (``Buffer.window_bytes``).
 
     Args:
         num_max_dispatch_tokens_per_rank: tokens that a rank may bring to one operation, the

@@ -340,7 +340,7 @@ void Dispatch::fill_slot(const char* row, int source, int token) {
   const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
   const int32_t* rows = args_.recv_rows + slot * topk;
   char* to = args_.tokens + slot * shape_.row_bytes;
-  if (std::any_of(rows, rows + topk, [](int32_t at) { return at >= 0; })) {
+  if (row != nullptr && std::any_of(rows, rows + topk, [](int32_t at) { return at >= 0; })) {
     std::memcpy(to, row, shape_.row_bytes);
   } else {
     std::memset(to, 0, shape_.row_bytes);

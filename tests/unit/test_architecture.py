@@ -31,10 +31,11 @@ PYTHON_LEVELS = {
     "_low_latency_reference": 6,
     "_low_latency_vjp": 7,
     "ops": 7,
-    "low_latency": 8,
-    "__init__": 9,
-    "nn": 10,
-    "cli": 10,
+    "_low_latency_checks": 8,
+    "low_latency": 9,
+    "__init__": 10,
+    "nn": 11,
+    "cli": 11,
 }
 COMPILED = "_ffi_"  # how the names of compiled modules start
 # Includes go to the own folder or to lower levels.

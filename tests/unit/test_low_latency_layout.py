@@ -32,10 +32,11 @@ def test_example_region_by_region():
         ("combine_receive_tags", 44_345_728, 8 * 8),
         ("combine_send_data", 44_345_856, 8 * 128 * 14_336),
         ("notify_counts", 59_025_920, 8 * 288 * 8),
+        ("route_records", 59_044_352, 8 * 128 * 8 * 16),
     ]
     assert [(r.name, r.offset, r.size) for r in layout.regions] == expected
-    assert layout.buffer_bytes == 59_047_936
-    assert layout.total_bytes == 118_095_872
+    assert layout.buffer_bytes == 59_179_008
+    assert layout.total_bytes == 118_358_016
 
 
 def test_the_seed_regions_are_there_and_no_smaller():
@@ -60,7 +61,13 @@ def test_hint_is_at_least_the_seed_and_one_percent_above_at_most(num_experts_per
     hint = jax_ep.get_low_latency_rdma_size_hint(*EXAMPLE, num_experts_per_tok=num_experts_per_tok)
     assert SEED_TOTAL <= hint <= SEED_TOTAL * 1.01
     if num_experts_per_tok == 8:
-        assert hint == jax_ep.get_low_latency_rdma_size_hint(*EXAMPLE) == 118_095_872
+        assert hint == jax_ep.get_low_latency_rdma_size_hint(*EXAMPLE) == 118_358_016
+
+
+def test_without_gpus_there_are_no_route_records():
+    cpu = jax_ep.LowLatencyLayout.make(*EXAMPLE, records=False)
+    assert cpu.region("route_records").size == 0
+    assert SEED_TOTAL <= cpu.total_bytes == 118_095_872
 
 
 def test_without_rdma_the_send_regions_are_absent_and_the_window_is_half():
@@ -77,7 +84,7 @@ def test_without_rdma_the_send_regions_are_absent_and_the_window_is_half():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_buffer_allocates_this_layout(num_ranks, dtype):
     layout = jax_ep.LowLatencyLayout.make(
-        24, 1024, num_ranks, 64, num_experts_per_tok=6, dtype=dtype, staging=False
+        24, 1024, num_ranks, 64, num_experts_per_tok=6, dtype=dtype, staging=False, records=False
     )
     config = jax_ep.EpConfig(
         num_experts=64,
@@ -98,7 +105,7 @@ def test_describe_names_every_region_with_its_numbers():
     assert len(lines) == 1 + len(layout.regions) + 3
     for line, region in zip(lines[1:], layout.regions, strict=False):
         assert line.split() == [region.name, f"{region.offset:,}", f"{region.size:,}"]
-    assert "118,095,872" in lines[-2]
+    assert "118,358,016" in lines[-2]
     assert len({len(line) for line in lines}) == 1
 
 
@@ -110,7 +117,7 @@ def test_unknown_region_is_a_key_error():
 def test_hint_starts_no_backend():
     program = (
         "import jax_ep\n"
-        f"assert jax_ep.get_low_latency_rdma_size_hint(*{EXAMPLE}) == 118_095_872\n"
+        f"assert jax_ep.get_low_latency_rdma_size_hint(*{EXAMPLE}) == 118_358_016\n"
         "from jax._src import xla_bridge\n"
         "assert not xla_bridge.backends_are_initialized()\n"
     )
