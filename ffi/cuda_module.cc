@@ -94,18 +94,7 @@ nb::object take_data_faults(int64_t id) {
   return first;
 }
 
-nb::list error_records(int64_t id) {
-  auto buffer = require_buffer(id);
-  nb::list records;
-  int group_index = 0;
-  for (const auto& group : buffer->groups()) {
-    for (const auto& [record, message] : group->error_records()) {
-      records.append(to_dict(record, group_index, message));
-    }
-    ++group_index;
-  }
-  return records;
-}
+nb::list error_records(int64_t id) { return error_list(*require_buffer(id)); }
 
 }  // namespace
 }  // namespace jax_ep::gpu

@@ -107,18 +107,7 @@ nb::object take_data_faults(int64_t id) {
   return first;
 }
 
-nb::list error_records(int64_t id) {
-  auto buffer = require_buffer(id);
-  nb::list records;
-  int group_index = 0;
-  for (auto& group : buffer->groups()) {
-    for (const auto& [record, message] : group->error_records()) {
-      records.append(to_dict(record, group_index, message));
-    }
-    ++group_index;
-  }
-  return records;
-}
+nb::list error_records(int64_t id) { return error_list(*require_buffer(id)); }
 
 std::string payload(int64_t id) {
   const bool window = require_buffer(id)->groups().front()->payload() == Payload::kWindow;

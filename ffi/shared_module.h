@@ -73,6 +73,20 @@ std::shared_ptr<Buffer> require_open(std::shared_ptr<Buffer> found, int64_t id) 
   throw nanobind::value_error(("buffer " + std::to_string(id) + " is closed").c_str());
 }
 
+// Of all groups of an open buffer.
+template <class Buffer>
+nanobind::list error_list(Buffer& buffer) {
+  nanobind::list records;
+  int group_index = 0;
+  for (const auto& group : buffer.groups()) {
+    for (const auto& [record, message] : group->error_records()) {
+      records.append(to_dict(record, group_index, message));
+    }
+    ++group_index;
+  }
+  return records;
+}
+
 inline void require_devices(const std::vector<std::vector<int>>& device_ordinals) {
   if (!device_ordinals.empty() && !device_ordinals[0].empty()) return;
   throw nanobind::value_error("device_ordinals must name at least one group of one device");
