@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/rank_context.h"
+#include "cpu/route.h"
 #include "protocol/numeric.h"
 #include "protocol/signals.h"
 
@@ -26,6 +27,9 @@ struct DispatchArgs {
   int64_t expert_alignment;
   bool zero_tail;
   int32_t* row_map = nullptr;  // [capacity], slots; null: tokens are expert-major
+  // Where present, topk_idx is its sanitised one, clean_topk_idx is not written, and no counts are
+  // exchanged.
+  GivenRoute route = {};
 
   OperandView view() const { return {x, num_tokens, num_tokens, nullptr, nullptr, nullptr}; }
 };
