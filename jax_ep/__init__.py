@@ -7,8 +7,10 @@ import jax
 from .buffer import Buffer
 from .config import EpConfig
 from .errors import EpDataError, EpError, EpMismatchError, EpTimeoutError, EpUsageError
-from .ops import combine, dispatch
+from .notify import Notice, notify_dispatch
+from .ops import combine, dispatch, route
 from .routed import Handle, Routed
+from .routing import Routing
 
 _OLDEST_JAX = (0, 10, 2)
 
@@ -28,7 +30,11 @@ __all__ = [
     "EpTimeoutError",
     "EpUsageError",
     "Handle",
+    "Notice",
     "Routed",
+    "Routing",
     "combine",
     "dispatch",
+    "notify_dispatch",
+    "route",
 ]

@@ -18,6 +18,7 @@ MAX_FUNCTION_LINES = 60  # the docstring not counted
 PYTHON_LEVELS = {
     "errors": 0,
     "routed": 0,
+    "routing": 0,
     "config": 1,
     "_native": 2,
     "_bootstrap": 3,
@@ -26,9 +27,10 @@ PYTHON_LEVELS = {
     "_reference": 5,
     "_vjp": 6,
     "ops": 7,
-    "__init__": 8,
-    "nn": 9,
-    "cli": 9,
+    "notify": 8,
+    "__init__": 9,
+    "nn": 10,
+    "cli": 10,
 }
 COMPILED = "_ffi_"  # how the names of compiled modules start
 # Includes go to the own folder or to lower levels.
