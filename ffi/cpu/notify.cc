@@ -5,6 +5,7 @@
 #include "cpu/route.h"
 #include "cpu/session.h"
 #include "protocol/epochs.h"
+#include "transport/mapped_counters.h"
 
 namespace jax_ep {
 
@@ -79,30 +80,17 @@ bool Notify::receive_counts(uint64_t epoch) {
   return true;
 }
 
-// Stores a counter unless a later notice has taken its place: two programs of one device may run in
-// another order than their notices were made.
-void publish(uint64_t* word, uint32_t ticket, uint64_t value) {
-  std::atomic<uint64_t>& counter = atomic64(reinterpret_cast<char*>(word));
-  const auto kept = static_cast<uint32_t>(std::min<uint64_t>(value, UINT32_MAX));
-  uint64_t seen = counter.load(std::memory_order_relaxed);
-  while (
-      counter_state(seen, ticket) != CounterState::kReused &&
-      !counter.compare_exchange_weak(seen, ticket_word(ticket, kept), std::memory_order_release)) {
-  }
-}
-
 void Notify::tell_host() const {
   const NoticeLayout notice{shape_.num_experts};
   const int experts_per_rank = shape_.experts_per_rank();
-  uint64_t* words = args_.counters.first;
   uint64_t here = 0;
   for (int expert = 0; expert < shape_.num_experts; ++expert) {
     uint64_t rows = 0;
     for (int source = 0; source < shape_.num_ranks; ++source) rows += counts_of(source)[expert];
     if (expert / experts_per_rank == session_.rank()) here += rows;
-    publish(words + notice.expert_tokens(args_.ticket, expert), args_.ticket, rows);
+    store_counter(args_.counters, notice.expert_tokens(args_.ticket, expert), args_.ticket, rows);
   }
-  publish(words + notice.recv_tokens(args_.ticket), args_.ticket, here);
+  store_counter(args_.counters, notice.recv_tokens(args_.ticket), args_.ticket, here);
 }
 
 void Notify::write_row_indices() const {

@@ -36,4 +36,8 @@ class MappedCounters {
 // For ranks that are CPUs: both sides are this process.
 MappedCounters make_process_counters(int64_t num_words);
 
+// How such a rank writes counter number `index`. A later notice keeps its place: two programs of
+// one device may run in another order than their notices were made.
+void store_counter(DeviceWords words, int64_t index, uint32_t ticket, uint64_t value);
+
 }  // namespace jax_ep

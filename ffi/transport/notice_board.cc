@@ -32,7 +32,7 @@ uint32_t NoticeBoard::next_ticket() {
 }
 
 NoticeReading NoticeBoard::read(uint32_t ticket, Clock::time_point deadline) const {
-  NoticeReading reading{CounterState::kPending};
+  NoticeReading reading;
   reading.values.reserve(counters_.size() * layout_.slot_words());
   for (int spin = 0; spin < kSpins; ++spin) {
     take_ready(ticket, &reading);

@@ -15,7 +15,7 @@ namespace jax_ep {
 
 // What a reader found. Where not all counters are there, it describes the first that is not.
 struct NoticeReading {
-  CounterState state;
+  CounterState state = CounterState::kPending;
   int group = 0;
   int rank = 0;
   int64_t counter = 0;           // 0: rows received by the rank; 1 + expert: rows of that expert
