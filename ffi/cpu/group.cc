@@ -1,6 +1,7 @@
 #include "cpu/group.h"
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 
 #include "protocol/epochs.h"
@@ -36,7 +37,7 @@ RankContext Group::make_context(int rank) {
   context.window = windows_.view(rank);
   context.timeout = timeout_;
   context.faults = faults_[rank].get();
-  context.report = [this](const ErrorRecord& record) { report(record); };
+  context.report = [this](const ErrorRecord& record) { report({record}); };
   context.report_data_fault = [this, rank](const DataFault& fault) {
     std::lock_guard<std::mutex> lock(mutex_);
     DataFault& kept = data_faults_[rank];
@@ -68,7 +69,7 @@ void Group::present(int rank, const CallSite& where, Operation operation) {
       Meeting complete = std::move(meetings.front());
       meetings.pop_front();
       if (meetings.empty()) pending_.erase(where);
-      start(std::move(complete));
+      start(where.run_id, std::move(complete));
       return;
     }
   }
@@ -85,12 +86,20 @@ std::optional<std::string> Group::refusal(int64_t run_id) const {
 }
 
 // Epochs are given and tasks queued under one lock: every rank's worker sees the same order.
-void Group::start(Meeting meeting) {
+void Group::start(int64_t run_id, Meeting meeting) {
   const Channel channel = meeting.parts[0]->channel;
   auto started = std::make_shared<Started>();
-  started->first_epoch = next_epoch_[channel];
-  next_epoch_[channel] += meeting.parts[0]->num_epochs;
   for (std::optional<Operation>& part : meeting.parts) started->parts.push_back(std::move(*part));
+  if (const auto refused = assign_epochs(started.get())) {
+    // Nobody of the run is to wait for a rank that stops here.
+    remember_failed(run_id);
+    Failed failed = take_pending([&](const CallSite& where) { return where.run_id == run_id; });
+    for (int rank = 0; rank < num_ranks(); ++rank) {
+      failed.emplace_back(rank, std::move(started->parts[rank]));
+    }
+    fail(std::move(failed), *refused);
+    return;
+  }
   share_operands(started.get());
   started->errors.resize(num_ranks());
   started->num_running = num_ranks();
@@ -100,14 +109,38 @@ void Group::start(Meeting meeting) {
   }
 }
 
+std::optional<std::string> Group::assign_epochs(Started* started) {
+  const std::vector<Operation>& parts = started->parts;
+  const Operation& first = parts[0];
+  OpenStarts& open = open_starts_[first.channel];
+  uint64_t& next = next_epoch_[first.channel];
+  if (first.half == Half::kDone) {
+    const bool agreed = std::all_of(parts.begin(), parts.end(), [&](const Operation& part) {
+      return same_ticket(part.ticket, first.ticket);
+    });
+    const auto start = agreed ? open.close(first.ticket) : std::nullopt;
+    if (!start) return unknown_start_text(first.tag.op, first.ticket.epoch);
+    started->first_epoch = start->epoch;
+    started->of_start = start->tag;
+  } else {
+    const uint64_t last = next + first.num_epochs - 1;
+    if (!open.admits(last)) return open_start_text(first.tag.op, last, open.oldest());
+    started->first_epoch = next;
+    if (first.half == Half::kStart) started->ticket = open.open(next, first.tag);
+    next = last + 1;
+  }
+  started->read_through = open.read_through(next);
+  return std::nullopt;
+}
+
 // Where shapes differ, so do tags, and nobody gets as far as a payload; but no bound may rest on
-// that.
+// that. A half outlives no other rank's, so windows carry what halves send.
 void Group::share_operands(Started* started) const {
   const std::vector<Operation>& parts = started->parts;
   const bool alike = std::all_of(parts.begin(), parts.end(), [&](const Operation& part) {
     return part.operands.same_shape(parts[0].operands);
   });
-  if (payload_ == Payload::kWindow || !alike) return;
+  if (payload_ == Payload::kWindow || parts[0].half != Half::kWhole || !alike) return;
   for (const Operation& part : parts) started->operands.push_back(part.operands);
 }
 
@@ -137,7 +170,11 @@ bool Group::run_part(int rank, const Started& started) {
   const Operation& operation = started.parts[rank];
   RankContext& context = contexts_[rank * kNumChannels + operation.channel];
   context.operands = started.operands.empty() ? nullptr : started.operands.data();
-  OpTag tag = operation.tag;
+  context.read_through = started.read_through;
+  if (operation.ticket_out != nullptr) {
+    std::memcpy(operation.ticket_out, &started.ticket, sizeof(started.ticket));
+  }
+  OpTag tag = started.of_start.value_or(operation.tag);
   bool sends = true;
 #if defined(JAX_EP_TEST_HOOKS)
   FaultPlan& plan = fault_plan(rank);
@@ -153,7 +190,7 @@ bool Group::run_part(int rank, const Started& started) {
   const bool poisoned = atomic32(context.window.control(rank, control.poison())).load() != 0;
   if (poisoned || (sends && !operation.run(context, tag, started.first_epoch))) return false;
   atomic64(context.window.control(rank, control.epoch(operation.channel)))
-      .store(started.first_epoch + operation.num_epochs - 1, std::memory_order_release);
+      .store(started.read_through, std::memory_order_release);
   return true;
 }
 
@@ -166,22 +203,25 @@ std::string Group::rank_error(int rank) const {
                           : records_.front().second;
 }
 
-void Group::report(const ErrorRecord& record) {
+void Group::report(const std::vector<ErrorRecord>& records) {
   Failed failed;
   std::string first;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const double timeout_s = seconds(timeout_);
-    records_.emplace_back(
-        record, records_.empty() ? describe(record, timeout_s)
-                                 : describe_follower(record, records_.front().first, timeout_s));
+    for (const ErrorRecord& record : records) {
+      records_.emplace_back(
+          record, records_.empty() ? describe(record, timeout_s)
+                                   : describe_follower(record, records_.front().first, timeout_s));
+    }
     first = records_.front().second;
     failed = take_pending([](const CallSite&) { return true; });
   }
-  const Window window = windows_.view(record.rank);
+  const int32_t reporter = records.front().rank;
+  const Window window = windows_.view(reporter);
   for (int rank = 0; rank < num_ranks(); ++rank) {
     atomic32(window.control(rank, window.control_layout.poison()))
-        .store(1 + static_cast<uint32_t>(record.rank), std::memory_order_release);
+        .store(1 + static_cast<uint32_t>(reporter), std::memory_order_release);
     for (Channel channel : {kDispatchChannel, kCombineChannel}) {
       Doorbell(window.control(rank, window.control_layout.doorbell(channel))).ring();
     }
@@ -219,7 +259,8 @@ void Group::expire(Clock::time_point now) {
       }
     }
   }
-  for (const ErrorRecord& record : late) report(record);
+  // All at once: a caller that hears of the first may reset the buffer.
+  if (!late.empty()) report(late);
 }
 
 template <typename Chosen>
@@ -288,6 +329,7 @@ void Group::reset() {
   std::lock_guard<std::mutex> lock(mutex_);
   windows_.clear_signals();
   std::fill_n(next_epoch_, kNumChannels, kFirstEpoch);
+  for (OpenStarts& open : open_starts_) open.forget();
   records_.clear();
   for (auto& plan : faults_) plan->kind = FaultKind::kNone;
 }

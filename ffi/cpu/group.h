@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cpu/faults.h"
+#include "cpu/open_starts.h"
 #include "cpu/rank_context.h"
 #include "cpu/strand.h"
 #include "transport/host_window.h"
@@ -38,9 +39,12 @@ struct Operation {
   OpTag tag;
   Channel channel;
   int num_epochs;
-  OperandView operands;
+  OperandView operands{};  // of a whole operation
   std::function<bool(RankContext&, const OpTag&, uint64_t first_epoch)> run;
   std::function<void(const std::string* error)> done;  // null: success. Called exactly once.
+  Half half = Half::kWhole;
+  StartTicket ticket{};        // of a done: what its start handed out
+  void* ticket_out = nullptr;  // of a start: where its ticket goes
 };
 
 class Group {
@@ -86,17 +90,23 @@ class Group {
     std::vector<std::optional<std::string>> errors;  // by rank, of parts that have ended
     std::atomic<int> num_running;
     uint64_t first_epoch;
+    uint64_t read_through;          // as in RankContext
+    StartTicket ticket;             // of a start
+    std::optional<OpTag> of_start;  // of a done: what was sent
   };
   using Failed = std::vector<std::pair<int, Operation>>;
 
   Strand& strand(int rank, Channel channel) { return strands_[rank * kNumChannels + channel]; }
   RankContext make_context(int rank);
   std::optional<std::string> refusal(int64_t run_id) const;  // mutex held
-  void start(Meeting meeting);                               // mutex held
+  void start(int64_t run_id, Meeting meeting);               // mutex held
+  // Gives an operation its epochs, or the reason why it gets none. Mutex held.
+  std::optional<std::string> assign_epochs(Started* started);
   void share_operands(Started* started) const;
   Completion carry_out(int rank, const std::shared_ptr<Started>& started);
   bool run_part(int rank, const Started& started);
-  void report(const ErrorRecord& record);
+  // Files records, poisons the group and fails what is pending.
+  void report(const std::vector<ErrorRecord>& records);
   std::string rank_error(int rank) const;
   void remember_failed(int64_t run_id);  // mutex held
   template <typename Chosen>
@@ -113,6 +123,7 @@ class Group {
   mutable std::mutex mutex_;
   std::map<CallSite, std::deque<Meeting>> pending_;
   uint64_t next_epoch_[kNumChannels];
+  OpenStarts open_starts_[kNumChannels];
   std::vector<std::pair<ErrorRecord, std::string>> records_;
   std::vector<DataFault> data_faults_;  // by rank
   std::unordered_set<int64_t> failed_runs_;

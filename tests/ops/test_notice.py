@@ -245,6 +245,15 @@ def test_bad_arguments(buffer, rng):
         notice.capacity(multiple_of=2**31 - 1, expert_alignment=2)
 
 
+def test_low_latency_buffers_have_no_routings(backend, rng):
+    topk_idx = cases.make_inputs(CASE, rng).topk_idx
+    with (
+        programs.make_buffer(CASE, backend, mode="low_latency") as buffer,
+        pytest.raises(jax_ep.EpUsageError, match="mode='high_throughput'"),
+    ):
+        jax_ep.notify_dispatch(buffer, topk_idx)
+
+
 def test_bad_routings(buffer, backend, rng):
     inputs = cases.make_inputs(CASE, rng)
     good = jax_ep.notify_dispatch(buffer, inputs.topk_idx).routing
