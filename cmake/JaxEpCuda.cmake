@@ -61,6 +61,7 @@ add_library(jax_ep_cuda STATIC
   ffi/cuda/ll_window.cc
   ffi/cuda/scratch.cu
   ffi/protocol/error_text.cc
+  ffi/transport/cuda_counters.cc
   ffi/transport/cuda_memory.cc
   ffi/transport/cuda_window.cc)
 target_include_directories(jax_ep_cuda PUBLIC ffi)

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "handlers/call.h"
 #include "protocol/error_record.h"
+#include "transport/notice_board.h"
 
 namespace jax_ep {
 
@@ -65,6 +67,29 @@ inline nanobind::dict fault_dict(int group, int rank, int token, int k, int32_t 
   first["value"] = value;
   first["kind"] = duplicate ? "duplicate" : "out_of_range";
   return first;
+}
+
+// Other threads of Python run meanwhile: the operation may be waiting for one.
+inline NoticeReading wait_for_notice(const NoticeBoard& board, int64_t ticket, double wait_s) {
+  nanobind::gil_scoped_release release;
+  const auto wait = std::chrono::duration_cast<NoticeBoard::Clock::duration>(
+      std::chrono::duration<double>(wait_s));
+  return board.read(static_cast<uint32_t>(ticket), NoticeBoard::Clock::now() + wait);
+}
+
+inline nanobind::dict to_dict(const NoticeReading& reading) {
+  const bool ready = reading.state == CounterState::kReady;
+  nanobind::dict entry;
+  entry["state"] = ready ? "ready" : reading.state == CounterState::kReused ? "reused" : "pending";
+  entry["group"] = reading.group;
+  entry["rank"] = reading.rank;
+  entry["counter"] = reading.counter;
+  entry["seen"] = reading.seen;
+  if (ready) {
+    const size_t bytes = reading.values.size() * sizeof(uint32_t);
+    entry["values"] = nanobind::bytes(reading.values.data(), bytes);
+  }
+  return entry;
 }
 
 template <class Buffer>

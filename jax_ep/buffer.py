@@ -123,6 +123,11 @@ class Buffer:
         return self._backend
 
     @property
+    def native_module(self) -> ModuleType | None:
+        """The compiled module that serves the buffer; None on the reference backend."""
+        return self._native
+
+    @property
     def id(self) -> int:
         """Number of this buffer in this process, never given twice; negative on the reference."""
         return self._id
@@ -294,6 +299,11 @@ def _resolve_backend(backend: str, platform: str, mode: str) -> str:
     return "reference"
 
 
+def default_timeout_s(config: EpConfig, platform: str) -> float:
+    """Seconds that a wait may last: the config's, or the platform's default."""
+    return config.timeout_s or DEFAULT_TIMEOUT_S.get(platform, DEFAULT_TIMEOUT_OTHER_S)
+
+
 def _create_native(native: ModuleType, platform: str, config: EpConfig, **group: Any) -> int:
     """Makes the native buffer of a group; its errors come with the classes of ours."""
     settings = {
@@ -303,7 +313,7 @@ def _create_native(native: ModuleType, platform: str, config: EpConfig, **group:
         "itemsize": config.dtype.itemsize,
         "tokens_per_epoch": config.tokens_per_epoch,
         "max_tokens_per_rank": config.max_tokens_per_rank,
-        "timeout_s": config.timeout_s or DEFAULT_TIMEOUT_S.get(platform, DEFAULT_TIMEOUT_OTHER_S),
+        "timeout_s": default_timeout_s(config, platform),
     }
     if platform == "cuda":
         settings["num_sms"] = config.num_sms or 0
