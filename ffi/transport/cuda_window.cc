@@ -14,10 +14,14 @@ bool carries_payload(Region region) {
 std::string describe_window(const WindowLayout& layout) {
   const WindowShape& shape = layout.shape;
   std::ostringstream text;
-  text << "a window for num_ranks=" << shape.num_ranks
-       << ", chunk_tokens=" << shape.tokens_per_epoch
-       << " (by default min(max_tokens_per_rank, 4096)) and rows of " << shape.row_bytes
-       << " bytes (hidden * itemsize)";
+  text << "a window for num_ranks=" << shape.num_ranks << ", ";
+  if (shape.records) {
+    text << "max_tokens_per_rank=" << shape.tokens_per_epoch << " (mode='low_latency')";
+  } else {
+    text << "chunk_tokens=" << shape.tokens_per_epoch
+         << " (by default min(max_tokens_per_rank, 4096))";
+  }
+  text << " and rows of " << shape.row_bytes << " bytes (hidden * itemsize)";
   return text.str();
 }
 
