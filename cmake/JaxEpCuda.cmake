@@ -75,7 +75,10 @@ target_compile_options(jax_ep_cuda PRIVATE
 
 nanobind_add_module(_ffi_cuda NB_STATIC STABLE_ABI
   ffi/handlers/call.cc
+  ffi/handlers/cuda_call.cc
   ffi/handlers/cuda_handlers.cc
+  ffi/handlers/cuda_low_latency.cc
+  ffi/handlers/low_latency_operands.cc
   ffi/handlers/operands.cc
   ffi/handlers/shapes.cc
   ffi/cuda_module.cc)

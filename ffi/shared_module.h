@@ -43,7 +43,9 @@ inline nanobind::dict site_registration(const char* name) {
 
 inline nanobind::dict to_dict(const ErrorRecord& record, int group, const std::string& message) {
   nanobind::dict entry;
-  entry["kind"] = record.kind == ErrorKind::kMismatch ? "mismatch" : "timeout";
+  entry["kind"] = record.kind == ErrorKind::kMismatch ? "mismatch"
+                  : record.kind == ErrorKind::kUsage  ? "usage"
+                                                      : "timeout";
   entry["op"] = op_name(record.op);
   entry["wait"] = wait_name(record.wait);
   entry["group"] = group;

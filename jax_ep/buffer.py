@@ -177,7 +177,7 @@ class Buffer:
             EpTimeoutError: a rank waited for a peer past the deadline.
             EpMismatchError: ranks met with different operations.
             EpDataError: ``topk_idx`` held out-of-range or duplicate experts.
-            EpUsageError: the buffer is closed.
+            EpUsageError: the buffer is closed, or (on GPUs) a half came out of turn.
         """
         self.require_open("check")
         if self._native is None:
@@ -317,6 +317,7 @@ def _create_native(native: ModuleType, platform: str, config: EpConfig, **group:
     }
     if platform == "cuda":
         settings["num_sms"] = config.num_sms or 0
+        settings["low_latency"] = config.mode == "low_latency"
     try:
         return native.create_buffer(**settings, **group)
     except ValueError as error:
@@ -342,10 +343,14 @@ def _fingerprint(config: EpConfig, mesh: Mesh, axes: tuple[str, ...], backend: s
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _peer_error(records: Sequence[dict[str, Any]]) -> EpTimeoutError | EpMismatchError:
-    # A mismatch is a cause, a timeout often its consequence on other ranks.
-    ordered = sorted(records, key=lambda record: (record["kind"] != "mismatch", record["rank"]))
+def _peer_error(
+    records: Sequence[dict[str, Any]],
+) -> EpTimeoutError | EpMismatchError | EpUsageError:
+    # A timeout is often the consequence of what went wrong on another rank.
+    ordered = sorted(records, key=lambda record: (record["kind"] == "timeout", record["rank"]))
     first = ordered[0]
+    if first["kind"] == "usage":
+        return EpUsageError(first["message"])
     error = EpMismatchError if first["kind"] == "mismatch" else EpTimeoutError
     others = "" if len(ordered) == 1 else f" ({len(ordered)} ranks reported, see .records)"
     return error(f"{first['message']}{others}; call Buffer.reset() before using it again", ordered)
