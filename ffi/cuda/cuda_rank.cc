@@ -153,8 +153,13 @@ void CudaRank::abandon_memory() {
 }
 
 uint64_t CudaRank::epochs(Channel channel) {
-  const ControlLayout control{settings_.layout.shape.num_ranks};
   uint64_t epochs = 0;
+  if (settings_.layout.shape.records) {
+    const uint64_t* done = &lasting()->state.low_latency[channel].done;
+    side_->read(&epochs, reinterpret_cast<const char*>(done), sizeof(epochs));
+    return epochs / kLaunchShare;
+  }
+  const ControlLayout control{settings_.layout.shape.num_ranks};
   side_->read(&epochs, window_.memory().control + control.epoch(channel), sizeof(epochs));
   return epochs;
 }

@@ -13,6 +13,8 @@ namespace jax_ep::gpu {
 // Offsets are into dynamic shared memory.
 struct LlCombinePlan {
   LlGrid grid;
+  LlDivisor by_experts_per_tok;
+  LlDivisor by_experts_per_rank;
   int64_t list_offset;
   int64_t shared_bytes;
 };

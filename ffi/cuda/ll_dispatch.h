@@ -20,6 +20,9 @@ enum class LlOutput : int {
 // and one block routes or places for all in device memory.
 struct LlDispatchPlan {
   LlGrid grid;
+  LlDivisor by_experts_per_tok;
+  LlDivisor by_experts_per_rank;
+  int experts_per_rank;
   int mask_words;  // per expert: a bit for every token
   int64_t masks_offset;
   int64_t bases_offset;

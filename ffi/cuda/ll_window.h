@@ -40,6 +40,21 @@ struct LlGrid {
   JAX_EP_HD int num_items(int num_tokens) const { return num_tokens * num_parts; }
 };
 
+// Division by a number below 2^16 that is known at the launch, of dividends below 2^22: kernels of
+// a few microseconds feel every instruction that has to be fetched, and a division is two dozen.
+// The reciprocal is less than 2^-40 too large, so the quotient less than 2^-18.
+struct LlDivisor {
+  uint64_t reciprocal;
+
+  static LlDivisor of(int divisor) {
+    const auto d = static_cast<uint64_t>(divisor);
+    return {((uint64_t{1} << 40) + d - 1) / d};
+  }
+  JAX_EP_HD int quotient(int dividend) const {
+    return static_cast<int>((static_cast<uint64_t>(dividend) * reciprocal) >> 40);
+  }
+};
+
 constexpr int kLlMaxThreads =
     448;  // half a row of 14 KB; more would leave a thread too few registers
 constexpr int kLlBlocksPerSm = 2;  // of kLlMaxThreads; more of smaller ones
