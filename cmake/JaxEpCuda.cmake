@@ -62,6 +62,7 @@ add_library(jax_ep_cuda STATIC
   ffi/cuda/scratch.cu
   ffi/protocol/error_text.cc
   ffi/transport/cuda_counters.cc
+  ffi/transport/cuda_ipc.cc
   ffi/transport/cuda_memory.cc
   ffi/transport/cuda_window.cc)
 target_include_directories(jax_ep_cuda PUBLIC ffi)

@@ -1,5 +1,8 @@
 // The Python module jax_ep._ffi_cuda: registrations for XLA and the life of native buffers on GPUs.
 // Importing it needs no GPU and no driver. Imported by jax_ep/_native.py only.
+#include <nanobind/stl/optional.h>
+
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,18 +47,40 @@ std::shared_ptr<CudaBuffer> require_buffer(int64_t id) {
 int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_experts,
                       int num_experts_per_tok, int64_t hidden, int itemsize, int tokens_per_epoch,
                       int max_tokens_per_rank, double timeout_s, int64_t fingerprint, int num_sms,
-                      bool low_latency) {
+                      bool low_latency, std::optional<int64_t> id) {
   require_devices(device_ordinals);
   nb::gil_scoped_release release;
-  return create_cuda_buffer({std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
-                             itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
-                             fingerprint, num_sms, low_latency})
+  return create_cuda_buffer(
+             id.value_or(next_cuda_buffer_id()),
+             {std::move(device_ordinals), num_experts, num_experts_per_tok, hidden, itemsize,
+              tokens_per_epoch, max_tokens_per_rank, timeout_s, fingerprint, num_sms, low_latency})
       ->id();
 }
 
 void close_buffer(int64_t id) {
   nb::gil_scoped_release release;
   close_cuda_buffer(id);
+}
+
+// Of a buffer that several processes share: what the others need of this one's windows, and what
+// all have offered.
+nb::bytes memory_offer(int64_t id) {
+  const std::string offer = require_buffer(id)->offer();
+  return nb::bytes(offer.data(), offer.size());
+}
+
+void join_buffer(int64_t id, const std::vector<nb::bytes>& offers) {
+  auto buffer = require_buffer(id);
+  std::vector<std::string> bytes;
+  for (const nb::bytes& offer : offers) bytes.emplace_back(offer.c_str(), offer.size());
+  nb::gil_scoped_release release;
+  buffer->join(bytes);
+}
+
+void drain_buffer(int64_t id) {
+  auto buffer = require_buffer(id);
+  nb::gil_scoped_release release;
+  buffer->require_idle();
 }
 
 void reset_buffer(int64_t id) {
@@ -81,7 +106,7 @@ nb::dict stats(int64_t id) {
   result["window_bytes"] = buffer->window_bytes();
   result["dispatch_epochs"] = dispatch_epochs;
   result["combine_epochs"] = combine_epochs;
-  result["num_sms"] = buffer->group(0).rank(0).num_sms();
+  result["num_sms"] = buffer->num_sms();
   result["launches"] = buffer->num_launches.load();
   result["captured_launches"] = buffer->num_captures.load();
   return result;
@@ -119,7 +144,11 @@ NB_MODULE(_ffi_cuda, m) {
   m.def("create_buffer", &create_buffer, nb::kw_only(), "device_ordinals"_a, "num_experts"_a,
         "num_experts_per_tok"_a, "hidden"_a, "itemsize"_a, "tokens_per_epoch"_a,
         "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a, "num_sms"_a = 0,
-        "low_latency"_a = false);
+        "low_latency"_a = false, "id"_a = nb::none());
+  m.def("next_buffer_id", &next_cuda_buffer_id);
+  m.def("memory_offer", &memory_offer, "id"_a);
+  m.def("join_buffer", &join_buffer, "id"_a, "offers"_a);
+  m.def("drain_buffer", &drain_buffer, "id"_a);
   m.def("close_buffer", &close_buffer, "id"_a);
   m.def("reset_buffer", &reset_buffer, "id"_a);
   m.def("window_bytes", [](int64_t id) { return require_buffer(id)->window_bytes(); }, "id"_a);

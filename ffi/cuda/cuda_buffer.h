@@ -15,7 +15,7 @@
 namespace jax_ep::gpu {
 
 struct CudaBufferOptions {
-  std::vector<std::vector<int>> device_ordinals;  // [group][rank]
+  std::vector<std::vector<int>> device_ordinals;  // [group][rank], -1: another process's
   int num_experts;
   int num_experts_per_tok;
   int64_t hidden;
@@ -44,6 +44,12 @@ class CudaBuffer {
   const CudaGroup& group(int group) const { return *groups_[group]; }
   const std::vector<std::unique_ptr<CudaGroup>>& groups() const { return groups_; }
   std::optional<Place> find_device(int ordinal) const;
+  // Whether ranks live in other processes.
+  bool is_shared() const;
+  // What other processes need to map our memory, and what they have offered.
+  std::string offer() const;
+  void join(const std::vector<std::string>& offers);
+  int num_sms() const;  // of the first GPU here
   int64_t window_bytes() const;
 
   // A device that takes part in a run cannot carry out its operation: nobody waits for it.
@@ -51,6 +57,8 @@ class CudaBuffer {
 
   // All groups healthy again. Throws std::runtime_error when operations are still running.
   void reset();
+  // Throws std::runtime_error when operations are still running.
+  void require_idle() const;
   // Waits for what is running, at most about as long as a rank waits for a peer. False when
   // something still is.
   bool drain() const;
@@ -73,8 +81,11 @@ class CudaBuffer {
   std::vector<int> ordinals_;
 };
 
-// Ids are never given twice in a process, nor to a buffer of CPUs.
-std::shared_ptr<CudaBuffer> create_cuda_buffer(const CudaBufferOptions& options);
+// Ids are never given twice in a process, nor to a buffer of CPUs. At least this one is free.
+int64_t next_cuda_buffer_id();
+// id: at least next_cuda_buffer_id(), the same in all processes that share the buffer. Throws
+// std::invalid_argument otherwise.
+std::shared_ptr<CudaBuffer> create_cuda_buffer(int64_t id, const CudaBufferOptions& options);
 // Null when there is no such buffer, or none any more.
 std::shared_ptr<CudaBuffer> find_cuda_buffer(int64_t id);
 // Nothing new is accepted from here on; idempotent, never throws.

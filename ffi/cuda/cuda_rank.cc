@@ -137,9 +137,23 @@ void CudaRank::fill_payload() {
              "preparing a low-latency window");
 }
 
-void CudaRank::poison() {
-  const ControlLayout control{settings_.layout.shape.num_ranks};
-  side_->fill(window_.memory().control + control.poison(), 1, sizeof(uint32_t));
+void CudaRank::poison(char* control) {
+  const ControlLayout layout{settings_.layout.shape.num_ranks};
+  side_->fill(control + layout.poison(), 1, sizeof(uint32_t));
+}
+
+void CudaRank::leave(char* control) {
+  const char* own = window_.memory().control;
+  const int64_t offset = reinterpret_cast<const char*>(&lasting()->left[rank_]) - own;
+  const uint32_t left = 1;
+  side_->write(control + offset, &left, sizeof(left));
+  side_->finish();
+}
+
+bool CudaRank::all_left(const std::vector<int>& ranks) {
+  uint32_t left[kMaxRanks];
+  side_->read(left, reinterpret_cast<const char*>(lasting()->left), sizeof(left));
+  return std::all_of(ranks.begin(), ranks.end(), [&](int rank) { return left[rank] != 0; });
 }
 
 void CudaRank::free_memory() {

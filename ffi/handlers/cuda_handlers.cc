@@ -31,7 +31,8 @@ Params make_params(const CudaCall& call, const CudaResolved& resolved, Channel c
                    Plan (*plan)(const WindowShape&, int, const DeviceLimits&)) {
   const CudaRank& rank = rank_of(resolved);
   Params params{};
-  params.op = rank.operation(operands.tag(*call.site), channel, data<const int32_t>(operands.rank));
+  params.op = rank.operation(operands.tag(site_for_tags(call, resolved)), channel,
+                             data<const int32_t>(operands.rank));
   params.plan = plan(resolved.buffer->shape(), rank.num_sms(), rank.limits());
   params.topk_idx = data<const int32_t>(operands.topk_idx);
   params.recv_rows = data<std::remove_pointer_t<decltype(params.recv_rows)>>(operands.recv_rows);
