@@ -19,8 +19,14 @@ double seconds(std::chrono::nanoseconds time) {
 
 }  // namespace
 
-Group::Group(const WindowLayout& layout, std::chrono::nanoseconds timeout, Payload payload)
-    : timeout_(timeout), payload_(payload), windows_(layout), data_faults_(layout.shape.num_ranks) {
+Group::Group(const WindowLayout& layout, std::chrono::nanoseconds timeout, Payload payload,
+             Membership membership)
+    : timeout_(timeout),
+      payload_(payload),
+      membership_(std::move(membership)),
+      ranks_(membership_.ranks_here(layout.shape.num_ranks)),
+      windows_(layout, membership_.windows()),
+      data_faults_(layout.shape.num_ranks) {
   std::fill_n(next_epoch_, kNumChannels, kFirstEpoch);
   for (int rank = 0; rank < layout.shape.num_ranks; ++rank) {
     faults_.push_back(std::make_unique<FaultPlan>());
@@ -37,6 +43,9 @@ RankContext Group::make_context(int rank) {
   context.timeout = timeout_;
   context.faults = faults_[rank].get();
   context.report = [this](const ErrorRecord& record) { report(record); };
+  if (membership_.is_shared()) {
+    context.has_left = [this](int peer) { return membership_.has_left(peer); };
+  }
   context.report_data_fault = [this, rank](const DataFault& fault) {
     std::lock_guard<std::mutex> lock(mutex_);
     DataFault& kept = data_faults_[rank];
@@ -49,21 +58,24 @@ RankContext Group::make_context(int rank) {
 
 void Group::present(int rank, const CallSite& where, Operation operation) {
   std::optional<std::string> refused;
+  const auto seat = std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
+  // Processes instantiate call sites each in its own order.
+  if (membership_.is_shared()) operation.tag.site = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     refused = refusal(where.run_id);
     if (!refused) {
       std::deque<Meeting>& meetings = pending_[where];
       auto meeting = std::find_if(meetings.begin(), meetings.end(),
-                                  [&](const Meeting& m) { return !m.parts[rank].has_value(); });
+                                  [&](const Meeting& m) { return !m.parts[seat].has_value(); });
       if (meeting == meetings.end()) {
         Meeting opened{};
-        opened.parts.resize(num_ranks());
+        opened.parts.resize(ranks_.size());
         opened.deadline = Clock::now() + timeout_;
         meeting = meetings.insert(meetings.end(), std::move(opened));
       }
-      meeting->parts[rank] = std::move(operation);
-      if (++meeting->num_present < num_ranks()) return;
+      meeting->parts[seat] = std::move(operation);
+      if (++meeting->num_present < num_seats()) return;
       // Each rank fills its meetings in order, so the first to be complete is the front one.
       Meeting complete = std::move(meetings.front());
       meetings.pop_front();
@@ -75,8 +87,9 @@ void Group::present(int rank, const CallSite& where, Operation operation) {
   operation.done(&*refused);
 }
 
-std::optional<std::string> Group::refusal(int64_t run_id) const {
+std::optional<std::string> Group::refusal(int64_t run_id) {
   if (closed_) return closed_;
+  hear_of_error();
   if (!records_.empty()) return records_.front().second;
   if (failed_runs_.count(run_id) > 0) {
     return "EpUsageError: this execution had already failed on another rank.";
@@ -92,11 +105,13 @@ void Group::start(Meeting meeting) {
   next_epoch_[channel] += meeting.parts[0]->num_epochs;
   for (std::optional<Operation>& part : meeting.parts) started->parts.push_back(std::move(*part));
   share_operands(started.get());
-  started->errors.resize(num_ranks());
-  started->num_running = num_ranks();
-  num_running_ += num_ranks();
-  for (int rank = 0; rank < num_ranks(); ++rank) {
-    strand(rank, channel).submit([this, rank, started] { return carry_out(rank, started); });
+  started->errors.resize(ranks_.size());
+  started->num_running = num_seats();
+  num_running_ += num_seats();
+  for (int seat = 0; seat < num_seats(); ++seat) {
+    strand(ranks_[seat], channel).submit([this, seat, started] {
+      return carry_out(seat, started);
+    });
   }
 }
 
@@ -108,13 +123,18 @@ void Group::share_operands(Started* started) const {
     return part.operands.same_shape(parts[0].operands);
   });
   if (payload_ == Payload::kWindow || !alike) return;
-  for (const Operation& part : parts) started->operands.push_back(part.operands);
+  OperandView elsewhere{};
+  elsewhere.in_process = false;
+  started->operands.assign(num_ranks(), elsewhere);
+  for (int seat = 0; seat < num_seats(); ++seat) {
+    started->operands[ranks_[seat]] = parts[seat].operands;
+  }
 }
 
 // Operands live until the operation is done. Where peers read them in place, no part is done before
 // all have ended, whether well or not: each ends by its deadlines.
-Completion Group::carry_out(int rank, const std::shared_ptr<Started>& started) {
-  if (!run_part(rank, *started)) started->errors[rank] = rank_error(rank);
+Completion Group::carry_out(int seat, const std::shared_ptr<Started>& started) {
+  if (!run_part(seat, *started)) started->errors[seat] = rank_error(ranks_[seat]);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     --num_running_;
@@ -124,17 +144,18 @@ Completion Group::carry_out(int rank, const std::shared_ptr<Started>& started) {
     const std::optional<std::string>& error = started->errors[part];
     started->parts[part].done(error ? &*error : nullptr);
   };
-  if (started->operands.empty()) return [done, rank] { done(rank); };
+  if (started->operands.empty()) return [done, seat] { done(seat); };
   // Release: our last reads of the peers' operands. Acquire: theirs of ours, and their errors.
   if (started->num_running.fetch_sub(1, std::memory_order_acq_rel) > 1) return [started] {};
-  for (int other = 0; other < num_ranks(); ++other) {
-    if (other != rank) StrandPool::instance().post([done, other] { done(other); });
+  for (int other = 0; other < num_seats(); ++other) {
+    if (other != seat) StrandPool::instance().post([done, other] { done(other); });
   }
-  return [done, rank] { done(rank); };
+  return [done, seat] { done(seat); };
 }
 
-bool Group::run_part(int rank, const Started& started) {
-  const Operation& operation = started.parts[rank];
+bool Group::run_part(int seat, const Started& started) {
+  const int rank = ranks_[seat];
+  const Operation& operation = started.parts[seat];
   RankContext& context = contexts_[rank * kNumChannels + operation.channel];
   context.operands = started.operands.empty() ? nullptr : started.operands.data();
   OpTag tag = operation.tag;
@@ -157,8 +178,9 @@ bool Group::run_part(int rank, const Started& started) {
   return true;
 }
 
-std::string Group::rank_error(int rank) const {
+std::string Group::rank_error(int rank) {
   std::lock_guard<std::mutex> lock(mutex_);
+  hear_of_error();
   for (const auto& [record, text] : records_) {
     if (record.rank == rank) return text;
   }
@@ -166,15 +188,37 @@ std::string Group::rank_error(int rank) const {
                           : records_.front().second;
 }
 
+void Group::file(const ErrorRecord& record) {
+  const double timeout_s = seconds(timeout_);
+  std::string text = records_.empty()
+                         ? describe(record, timeout_s)
+                         : describe_follower(record, records_.front().first, timeout_s);
+  if (membership_.is_shared()) {
+    const ErrorRecord& first = records_.empty() ? record : records_.front().first;
+    text += " Here " + membership_.place_of(first.rank) + ", and " +
+            membership_.place_of(first.peer) + ".";
+  }
+  records_.emplace_back(record, std::move(text));
+}
+
+// Kept even where none of our ranks was waiting: later operations must be refused here too.
+bool Group::hear_of_error() {
+  ErrorRecord first;
+  if (!membership_.is_shared() || !records_.empty() || !membership_.first_error().read(&first)) {
+    return false;
+  }
+  file(first);
+  return true;
+}
+
 void Group::report(const ErrorRecord& record) {
   Failed failed;
   std::string first;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const double timeout_s = seconds(timeout_);
-    records_.emplace_back(
-        record, records_.empty() ? describe(record, timeout_s)
-                                 : describe_follower(record, records_.front().first, timeout_s));
+    hear_of_error();
+    file(record);
+    if (membership_.is_shared()) membership_.first_error().publish(record);
     first = records_.front().second;
     failed = take_pending([](const CallSite&) { return true; });
   }
@@ -201,24 +245,31 @@ void Group::reject(int64_t run_id, const std::string& error) {
 
 void Group::expire(Clock::time_point now) {
   std::vector<ErrorRecord> late;
+  Failed failed;
+  std::string elsewhere;
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (hear_of_error()) {
+      failed = take_pending([](const CallSite&) { return true; });
+      elsewhere = records_.front().second;
+    }
     for (const auto& [where, meetings] : pending_) {
       for (const Meeting& meeting : meetings) {
         if (meeting.deadline > now || !late.empty()) continue;
         const auto& parts = meeting.parts;
         const auto absent = std::find_if(parts.begin(), parts.end(),
                                          [](const auto& part) { return !part.has_value(); });
-        const auto peer = static_cast<int32_t>(absent - parts.begin());
-        for (int32_t rank = 0; rank < num_ranks(); ++rank) {
-          if (!parts[rank].has_value()) continue;
-          const Operation& part = *parts[rank];
-          late.push_back({ErrorKind::kTimeout, part.tag.op, WaitFor::kStart, rank, peer,
+        const int32_t peer = ranks_[absent - parts.begin()];
+        for (int seat = 0; seat < num_seats(); ++seat) {
+          if (!parts[seat].has_value()) continue;
+          const Operation& part = *parts[seat];
+          late.push_back({ErrorKind::kTimeout, part.tag.op, WaitFor::kStart, ranks_[seat], peer,
                           next_epoch_[part.channel], 1, 0});
         }
       }
     }
   }
+  fail(std::move(failed), elsewhere);
   for (const ErrorRecord& record : late) report(record);
 }
 
@@ -232,8 +283,10 @@ Group::Failed Group::take_pending(Chosen chosen) {
     }
     remember_failed(it->first.run_id);
     for (Meeting& meeting : it->second) {
-      for (int rank = 0; rank < num_ranks(); ++rank) {
-        if (meeting.parts[rank]) failed.emplace_back(rank, std::move(*meeting.parts[rank]));
+      for (int seat = 0; seat < num_seats(); ++seat) {
+        if (meeting.parts[seat]) {
+          failed.emplace_back(ranks_[seat], std::move(*meeting.parts[seat]));
+        }
       }
     }
     it = pending_.erase(it);
@@ -286,14 +339,16 @@ bool Group::drain(std::chrono::nanoseconds limit) {
 
 void Group::reset() {
   std::lock_guard<std::mutex> lock(mutex_);
-  windows_.clear_signals();
+  windows_.clear_signals(ranks_);
+  if (membership_.is_shared()) membership_.first_error().clear();
   std::fill_n(next_epoch_, kNumChannels, kFirstEpoch);
   records_.clear();
   for (auto& plan : faults_) plan->kind = FaultKind::kNone;
 }
 
-std::vector<std::pair<ErrorRecord, std::string>> Group::error_records() const {
+std::vector<std::pair<ErrorRecord, std::string>> Group::error_records() {
   std::lock_guard<std::mutex> lock(mutex_);
+  hear_of_error();
   return records_;
 }
 
