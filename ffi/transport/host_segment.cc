@@ -15,6 +15,8 @@
 
 namespace jax_ep {
 
+#if defined(__linux__)
+
 namespace {
 
 constexpr int64_t kHeaderBytes = 4096;  // of the segment's own, in front of data()
@@ -37,8 +39,6 @@ std::string to_hex(const char* bytes, int count) {
 }  // namespace
 
 char* HostSegment::data() const { return memory_ + kHeaderBytes; }
-
-#if defined(__linux__)
 
 HostSegment::HostSegment(int file, int64_t bytes)
     : file_(file), mapped_bytes_(kHeaderBytes + bytes) {}
@@ -106,6 +106,7 @@ std::unique_ptr<HostSegment> HostSegment::open(const std::string& offer, int64_t
 
 HostSegment::HostSegment(int file, int64_t bytes) : file_(file), mapped_bytes_(bytes) {}
 HostSegment::~HostSegment() = default;
+char* HostSegment::data() const { return memory_; }
 void HostSegment::withdraw() {}
 void HostSegment::map() {}
 

@@ -141,3 +141,18 @@ def case_table(world: World) -> dict:
             saved |= shards(f"{name}/{key}", array)
     world.save(saved)
     return {"cases": len(world.settings["cases"])}
+
+
+def train(world: World) -> dict:
+    """Some steps of the example's model; saves the losses' bits."""
+    from moe_lm import data, training
+    from moe_lm.settings import Settings
+
+    settings = Settings(**world.settings["model"])
+    corpus = data.load_corpus()
+    mesh = training.expert_mesh(len(jax.devices()))
+    with training.open_buffer(settings, mesh, "native") as buffer:
+        trainer = training.Trainer(settings, buffer)
+        reports = list(training.train_steps(trainer, corpus, 0, settings.steps))
+        buffer.check()
+    return {"losses": [report.loss for report in reports]}

@@ -8,6 +8,7 @@ import sys
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "processes"), str(TESTS.parent / "examples")]
 
+import fault_scenarios  # noqa: E402
 import jax  # noqa: E402  (after the path)
 import scenarios  # noqa: E402
 
@@ -22,7 +23,8 @@ def main() -> None:
     )
     world.before_joining()
     jax.distributed.initialize(address, world.num_processes, world.process)
-    results = getattr(scenarios, name)(world)
+    found = getattr(scenarios, name, None) or getattr(fault_scenarios, name)
+    results = found(world)
     (world.folder / f"{world.process}.json").write_text(json.dumps(results))
     sys.stdout.flush()
     if world.leaves_at_once:
