@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import programs
-from scenarios import World, expert_mesh, spread
+from scenarios import World, bits, expert_mesh, spread
 
 import jax_ep
 from jax_ep import _bootstrap, _windows
@@ -32,10 +32,6 @@ def dispatch_of(buffer: jax_ep.Buffer, case: cases.Case):
 
     run = jax.jit(programs.sharded(buffer, program))
     return lambda: jax.block_until_ready(run(*arguments))
-
-
-def bits(array: jax.Array) -> list[bytes]:
-    return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
 
 
 def failure_of(call) -> dict:

@@ -57,6 +57,11 @@ def spread(mesh: Mesh, array: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+def bits(array: jax.Array) -> list[bytes]:
+    """Of this process's shards."""
+    return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
+
+
 def shards(name: str, array: jax.Array) -> dict[str, np.ndarray]:
     """This process's shards as bytes, by device, since numpy's files know no bfloat16."""
     return {
@@ -144,8 +149,10 @@ def case_table(world: World) -> dict:
 
 
 def train(world: World) -> dict:
-    """Some steps of the example's model; saves the losses' bits."""
+    """Some steps of the example's model, a checkpoint, and what comes back from it."""
     from moe_lm import data, training
+    from moe_lm.checkpoint import Checkpoints
+    from moe_lm.records import History
     from moe_lm.settings import Settings
 
     settings = Settings(**world.settings["model"])
@@ -155,4 +162,11 @@ def train(world: World) -> dict:
         trainer = training.Trainer(settings, buffer)
         reports = list(training.train_steps(trainer, corpus, 0, settings.steps))
         buffer.check()
-    return {"losses": [report.loss for report in reports]}
+    with Checkpoints(world.folder / "saved", settings) as checkpoints:
+        checkpoints.save(settings.steps, trainer.state, History())
+        restored, _, step = checkpoints.restore(trainer.state)
+    same = jax.tree.map(lambda a, b: bits(a) == bits(b), restored, trainer.state)
+    return {
+        "losses": [report.loss for report in reports],
+        "restored": all(jax.tree.leaves(same)) and step == settings.steps,
+    }

@@ -1,5 +1,7 @@
 """Several processes give the bits that one process gives."""
 
+import contextlib
+
 import case_check
 import cases
 import jax
@@ -49,7 +51,26 @@ def test_bits_are_those_of_one_process(tmp_path, processes, devices, names):
     print(f"{cases.SEED_VARIABLE}={seed}")
     settings = {"cases": names, "seed": seed}
     launch.run(tmp_path, "case_table", processes=processes, devices=devices, settings=settings)
-    seen = saved_by_rank(tmp_path, processes)
+    assert_bits_of_one_process(tmp_path, processes, names, seed)
+
+
+def test_two_jobs_at_once_do_not_meet(tmp_path):
+    """Same buffer ids, same shapes, other numbers."""
+    names, jobs = ["two_ranks", "drops_chunked"], []
+    with contextlib.ExitStack() as stack:
+        for seed in range(2):
+            settings = {"cases": names, "seed": seed}
+            job = launch.job(tmp_path / f"{seed}", "case_table", processes=2, settings=settings)
+            jobs.append(stack.enter_context(job))
+        for job in jobs:
+            job.finish()
+    for seed in range(2):
+        assert_bits_of_one_process(tmp_path / f"{seed}", 2, names, seed)
+
+
+def assert_bits_of_one_process(folder, num_processes: int, names: list[str], seed: int) -> None:
+    """Runs the cases in this process and compares them with a job's, and with the oracle."""
+    seen = saved_by_rank(folder, num_processes)
     for name in names:
         case = TABLE[name]
         problem = scenarios.problem_of(case, seed)
