@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _reference, _vjp
+from . import _order, _reference, _vjp
 from ._primitives import cast_varying
 from .buffer import Buffer
 from .config import positive_int
@@ -26,6 +26,7 @@ def dispatch(
     expert_alignment: int = 1,
     zero_tail: bool = True,
     expand: bool = True,
+    after: Any = None,
 ) -> Routed:
     """Sends every token to the ranks that hold its experts; call it inside ``jax.shard_map``.
 
@@ -54,6 +55,9 @@ def dispatch(
             expert-major row finds its token: for grouped matmuls that gather rows themselves. All
             other fields, and what combine takes, are the same; slots without a row are zero
             whatever ``zero_tail`` says.
+        after: what this operation must come after, where nothing else says so: a Routed, or an
+            array that an earlier operation has made. Their gradients then run in the reverse order.
+            Operations that share no data need it where several processes share the buffer.
 
     Returns:
         A Routed.
@@ -68,6 +72,7 @@ def dispatch(
     x, topk_idx, topk_weights = cast_varying(
         buffer.axis_names, jnp.asarray(x), jnp.asarray(topk_idx), jnp.asarray(topk_weights)
     )
+    topk_weights = _ordered("dispatch", buffer, topk_weights, after)
     backend = _reference if buffer.backend == "reference" else _vjp
     results = backend.dispatch(layout, x, topk_idx, topk_weights)
     tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows, row_map = results
@@ -83,7 +88,7 @@ def dispatch(
     )
 
 
-def combine(buffer: Buffer, y: jax.Array, routed: Routed) -> jax.Array:
+def combine(buffer: Buffer, y: jax.Array, routed: Routed, *, after: Any = None) -> jax.Array:
     """Brings the experts' outputs back and sums them: ``out[t] = sum over k of weight_k * y_k``.
 
     The weights are ``routed.weights``. Sums are made in float32 in a fixed order and rounded once
@@ -96,6 +101,7 @@ def combine(buffer: Buffer, y: jax.Array, routed: Routed) -> jax.Array:
             are those of ``routed.tokens``, or with ``expand=False`` of ``routed.row_map``. Rows
             that hold no token are not read.
         routed: dispatch's result.
+        after: as in ``dispatch``.
 
     Returns:
         ``[T, H]`` in the config's dtype, this rank's tokens.
@@ -115,8 +121,16 @@ def combine(buffer: Buffer, y: jax.Array, routed: Routed) -> jax.Array:
         handle.topk_idx,
         handle.recv_rows,
     )
+    weights = _ordered("combine", buffer, weights, after)
     backend = _reference if buffer.backend == "reference" else _vjp
     return backend.combine(handle.layout, y, weights, topk_idx, recv_rows)
+
+
+def _ordered(op: str, buffer: Buffer, operand: jax.Array, after: Any) -> jax.Array:
+    """An operand of the operation, not to be had before ``after``."""
+    if after is None:
+        return operand
+    return _order.hold(*cast_varying(buffer.axis_names, operand, _order.dependence(op, after)))
 
 
 def _check_place(op: str, buffer: Buffer) -> None:

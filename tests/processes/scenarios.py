@@ -148,6 +148,51 @@ def case_table(world: World) -> dict:
     return {"cases": len(world.settings["cases"])}
 
 
+MICRO_BATCHES = cases.Case(name="micro", T=64, H=64, K=2, E=16, R=4)
+
+
+def micro_batches(buffer: jax_ep.Buffer, ordered: bool):
+    """Two calls of a linear layer that share no data, and gradients through both."""
+
+    def program(x, topk_idx, topk_weights, matrices):
+        def outputs(x, topk_weights):
+            found, previous = [], None
+            for scale in (1, 2):
+                routed = jax_ep.dispatch(buffer, scale * x, topk_idx, topk_weights, after=previous)
+                y = jax.lax.ragged_dot(routed.tokens, matrices, routed.group_sizes)
+                found.append(jax_ep.combine(buffer, y, routed))
+                previous = found[-1] if ordered else None
+            return found
+
+        found, pull = jax.vjp(outputs, x, topk_weights)
+        return found, pull([3 * found[0], found[1]])
+
+    return jax.jit(programs.sharded(buffer, program))
+
+
+def run_micro_batches(num_times: int, ordered: bool) -> list[list[bytes]]:
+    """The distinct results of so many runs, as this process's bits."""
+    case, mesh = MICRO_BATCHES, expert_mesh(MICRO_BATCHES.R)
+    rng = np.random.default_rng(7)
+    inputs, matrices = cases.make_inputs(case, rng), programs.random_matrices(rng, case)
+    found = []
+    with jax_ep.Buffer(mesh, "expert", programs.make_config(case), backend="native") as buffer:
+        run = micro_batches(buffer, ordered)
+        arrays = (inputs.x, inputs.topk_idx, inputs.topk_weights, matrices)
+        arguments = [spread(mesh, array) for array in arrays]
+        for _ in range(num_times):
+            results = jax.tree.leaves(jax.block_until_ready(run(*arguments)))
+            seen = [part for array in results for part in bits(array)]
+            if seen not in found:
+                found.append(seen)
+    return found
+
+
+def micro(world: World) -> dict:
+    found = run_micro_batches(world.settings["times"], world.settings["ordered"])
+    return {"found": [[part.hex() for part in bits_of_run] for bits_of_run in found]}
+
+
 def train(world: World) -> dict:
     """Some steps of the example's model, a checkpoint, and what comes back from it."""
     from moe_lm import data, training

@@ -21,6 +21,7 @@ PYTHON_LEVELS = {
     "config": 1,
     "_native": 2,
     "_bootstrap": 2,
+    "_order": 2,
     "_windows": 3,
     "buffer": 4,
     "_primitives": 5,
