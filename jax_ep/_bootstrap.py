@@ -231,18 +231,18 @@ def _read(
     end: float,
     deadline_s: float,
 ) -> bytes:
-    def chunk(of: int, number: int, until: float) -> bytes:
-        left_ms = max(1, round(1000 * (until - time.monotonic())))
-        return client.blocking_key_value_get_bytes(f"{prefix}/{of}/{number}", left_ms)
+    def chunk(number: int) -> bytes:
+        left_ms = max(1, round(1000 * (end - time.monotonic())))
+        return client.blocking_key_value_get_bytes(f"{prefix}/{process}/{number}", left_ms)
 
     try:
-        first = chunk(process, 0, end)
-        rest = [chunk(process, i, end) for i in range(1, int.from_bytes(first[:4], "little"))]
+        first = chunk(0)
+        rest = [chunk(i) for i in range(1, int.from_bytes(first[:4], "little"))]
     except jax.errors.JaxRuntimeError as error:
         missing = []
         for other in processes:
             try:
-                chunk(other, 0, 0)
+                client.key_value_try_get_bytes(f"{prefix}/{other}/0")
             except jax.errors.JaxRuntimeError:
                 missing.append(other)
         names = ", ".join(map(str, missing or [process]))

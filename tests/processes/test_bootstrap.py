@@ -33,10 +33,10 @@ def test_bytes_of_all_sizes_arrive_and_who_does_not_come_is_named(tmp_path):
     for result in results[:2]:
         assert result["missing"]["type"] == "EpError"
         assert (
-            "process 2 of processes (0, 1, 2) did not come within 1 s"
+            "process 2 of processes (0, 1, 2) did not come within 3 s"
             in (result["missing"]["text"])
         )
-        assert result["missing"]["seconds"] < 10
+        assert result["missing"]["seconds"] < 20
 
 
 def two_peers(answer, purpose="test"):
