@@ -24,8 +24,10 @@ $(VENV)/installed $(VENV)/installed-cuda: $(SOURCES)
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_moe_lm.py
 
+# Compiling takes most of the tests' time: XLA's machine code is left as it first comes.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q tests
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" \
+	  $(BIN)/python -m pytest -q tests $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/installed-cuda
 	$(BIN)/python -m pytest -q tests/gpu

@@ -4,10 +4,12 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/cpu_buffer.h"
 #include "handlers/cpu_handlers.h"
+#include "handlers/cpu_low_latency.h"
 #include "layout/seed_layout.h"
 #include "layout/window_layout.h"
 #include "shared_module.h"
@@ -23,6 +25,17 @@ nb::dict registrations() {
   targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate, jax_ep_dispatch_cpu);
   targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate, jax_ep_combine_cpu);
   targets["jax_ep_combine_grad"] = handler_stages(jax_ep_instantiate, jax_ep_combine_grad_cpu);
+  const std::pair<const char*, Handler> low_latency[] = {
+      {"jax_ep_ll_dispatch", jax_ep_ll_dispatch_cpu},
+      {"jax_ep_ll_dispatch_start", jax_ep_ll_dispatch_start_cpu},
+      {"jax_ep_ll_dispatch_done", jax_ep_ll_dispatch_done_cpu},
+      {"jax_ep_ll_combine", jax_ep_ll_combine_cpu},
+      {"jax_ep_ll_combine_start", jax_ep_ll_combine_start_cpu},
+      {"jax_ep_ll_combine_done", jax_ep_ll_combine_done_cpu},
+      {"jax_ep_ll_combine_grad", jax_ep_ll_combine_grad_cpu}};
+  for (const auto& [name, handler] : low_latency) {
+    targets[name] = handler_stages(jax_ep_instantiate, handler);
+  }
   return targets;
 }
 
@@ -132,9 +145,9 @@ std::string payload(int64_t id) {
 
 // Regions of one buffer as (name, offset, bytes), and the totals.
 nb::dict window_layout(int num_ranks, int tokens_per_epoch, int num_experts,
-                       int num_experts_per_tok, int64_t row_bytes, bool staging) {
+                       int num_experts_per_tok, int64_t row_bytes, bool staging, bool records) {
   const WindowLayout layout = WindowLayout::make(
-      {num_ranks, tokens_per_epoch, num_experts, num_experts_per_tok, row_bytes, staging});
+      {num_ranks, tokens_per_epoch, num_experts, num_experts_per_tok, row_bytes, staging, records});
   nb::list regions;
   for (int r = 0; r < kNumRegions; ++r) {
     const auto region = static_cast<Region>(r);
@@ -211,7 +224,7 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("take_data_faults", &take_data_faults, "id"_a);
   m.def("error_records", &error_records, "id"_a);
   m.def("window_layout", &window_layout, nb::kw_only(), "num_ranks"_a, "tokens_per_epoch"_a,
-        "num_experts"_a, "num_experts_per_tok"_a, "row_bytes"_a, "staging"_a);
+        "num_experts"_a, "num_experts_per_tok"_a, "row_bytes"_a, "staging"_a, "records"_a = false);
   m.def("seed_layout", &seed_layout, nb::kw_only(), "tokens"_a, "row_bytes"_a, "num_ranks"_a);
   m.attr("has_test_hooks") = kHasTestHooks;
 #if defined(JAX_EP_TEST_HOOKS)

@@ -7,6 +7,17 @@ import jax
 from .buffer import Buffer
 from .config import EpConfig
 from .errors import EpDataError, EpError, EpMismatchError, EpTimeoutError, EpUsageError
+from .layout import LowLatencyLayout, get_low_latency_rdma_size_hint
+from .low_latency import (
+    low_latency_combine,
+    low_latency_combine_done,
+    low_latency_combine_start,
+    low_latency_dispatch,
+    low_latency_dispatch_done,
+    low_latency_dispatch_start,
+    order_after,
+)
+from .low_latency_routed import LowLatencyRouted, LowLatencyStats, PendingCombine, PendingDispatch
 from .ops import combine, dispatch
 from .routed import Handle, Routed
 
@@ -28,7 +39,20 @@ __all__ = [
     "EpTimeoutError",
     "EpUsageError",
     "Handle",
+    "LowLatencyLayout",
+    "LowLatencyRouted",
+    "LowLatencyStats",
+    "PendingCombine",
+    "PendingDispatch",
     "Routed",
     "combine",
     "dispatch",
+    "get_low_latency_rdma_size_hint",
+    "low_latency_combine",
+    "low_latency_combine_done",
+    "low_latency_combine_start",
+    "low_latency_dispatch",
+    "low_latency_dispatch_done",
+    "low_latency_dispatch_start",
+    "order_after",
 ]

@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Any
 
 import jax
 
@@ -12,6 +13,9 @@ from .errors import EpUsageError
 # Platforms as platform_of() names them: the compiled module, and JAX's name where FFI targets are
 # registered.
 _MODULES = {"cpu": ("jax_ep._ffi_cpu", "cpu"), "cuda": ("jax_ep._ffi_cuda", "CUDA")}
+
+# A module that has it has all of the low-latency operations.
+LOW_LATENCY_TARGET = "jax_ep_ll_dispatch"
 
 
 def platform_of(device: jax.Device) -> str:
@@ -31,6 +35,13 @@ def is_built(platform: str) -> bool:
     return platform == "cpu" or importlib.util.find_spec(_MODULES[platform][0]) is not None
 
 
+def serves(platform: str, mode: str) -> bool:
+    """Whether this installation's native code for a platform has the operations of a mode."""
+    if not is_built(platform):
+        return False
+    return mode != "low_latency" or LOW_LATENCY_TARGET in load(platform).registrations()
+
+
 def load(platform: str = "cpu") -> ModuleType:
     """Returns the compiled module of a platform, its types and targets registered.
 
@@ -43,19 +54,33 @@ def load(platform: str = "cpu") -> ModuleType:
     return _load(platform)
 
 
+def window_layout(**shape: int) -> dict[str, Any]:
+    """Regions and sizes of a window; see ``window_layout`` in ffi/module.cc. Needs no device.
+
+    Raises:
+        EpUsageError: the module was not built, or was built for another Python.
+    """
+    return _import("cpu").window_layout(**shape)
+
+
 @functools.cache
 def _load(platform: str) -> ModuleType:
-    name, ffi_platform = _MODULES[platform]
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise EpUsageError(
-            f"backend='native' needs the compiled module {name}, which did not load ({error}); "
-            "build it with 'pip install .' in the project's root, or pass backend='reference'"
-        ) from error
+    module = _import(platform)
+    _, ffi_platform = _MODULES[platform]
     jax.devices(platform)
     for type_name, capsules in module.type_registrations().items():
         jax.ffi.register_ffi_type(type_name, capsules, platform=ffi_platform)
     for target, stages in module.registrations().items():
         jax.ffi.register_ffi_target(target, stages, platform=ffi_platform, api_version=1)
     return module
+
+
+def _import(platform: str) -> ModuleType:
+    name, _ = _MODULES[platform]
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise EpUsageError(
+            f"backend='native' needs the compiled module {name}, which did not load ({error}); "
+            "build it with 'pip install .' in the project's root, or pass backend='reference'"
+        ) from error

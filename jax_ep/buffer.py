@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from . import _bootstrap, _native, _windows
-from .config import MAX_UINT16, EpConfig
+from .config import EpConfig, experts_per_rank
 from .errors import EpDataError, EpMismatchError, EpTimeoutError, EpUsageError
 
 # Reference buffers own no window; negative ids cannot meet those that the native registry gives.
@@ -83,8 +83,8 @@ class Buffer:
         with self._peers.failures_told():
             self._axis_names = _checked_axes(mesh, axis_name)
             self._num_ranks = math.prod(mesh.shape[axis] for axis in self._axis_names)
-            self._experts_per_rank = _experts_per_rank(config, self._num_ranks)
-            self._backend = _resolve_backend(backend, platform)
+            self._experts_per_rank = experts_per_rank(config, self._num_ranks)
+            self._backend = _resolve_backend(backend, platform, config.mode)
             self._fingerprint = _fingerprint(config, mesh, self._axis_names, self._backend)
             self._native = _native.load(platform) if self._backend == "native" else None
         _windows.compare(self._peers, mesh, self._axis_names, config, self._backend)
@@ -268,21 +268,6 @@ def _checked_axes(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]
     return axes
 
 
-def _experts_per_rank(config: EpConfig, num_ranks: int) -> int:
-    if config.num_experts % num_ranks:
-        raise EpUsageError(
-            f"num_experts={config.num_experts} does not divide among {num_ranks} ranks; "
-            f"make it a multiple of {num_ranks}, or use an axis_name of another size"
-        )
-    experts_per_rank = config.num_experts // num_ranks
-    if experts_per_rank > MAX_UINT16:
-        raise EpUsageError(
-            f"num_experts={config.num_experts} puts {experts_per_rank} experts on each of "
-            f"{num_ranks} ranks; at most {MAX_UINT16} fit, so use more ranks or fewer experts"
-        )
-    return experts_per_rank
-
-
 def _one_platform(mesh: Mesh, backend: str) -> str:
     devices = list(mesh.devices.flat)
     platforms = sorted({device.platform for device in devices})
@@ -301,23 +286,24 @@ def _one_platform(mesh: Mesh, backend: str) -> str:
     return _native.platform_of(devices[0])
 
 
-def _resolve_backend(backend: str, platform: str) -> str:
+def _resolve_backend(backend: str, platform: str, mode: str) -> str:
     if backend not in ("auto", "native", "reference"):
         raise EpUsageError(f"backend={backend!r} is not known; use 'auto', 'native' or 'reference'")
-    offered = _native.is_built(platform)
+    if backend == "reference":
+        return backend
+    offered = _native.serves(platform, mode)
     if backend == "native" and not offered:
         raise EpUsageError(
-            f"backend='native' is not offered for {platform} devices by this build; use "
-            "backend='reference', or a mesh of CPU devices"
+            f"backend='native' is not offered for {platform} devices and mode={mode!r} by this "
+            "build; use backend='reference', or a mesh of CPU devices"
         )
-    if backend != "auto":
-        return backend
     if offered:
         return "native"
     if platform in ("gpu", "cuda", "rocm"):
         warnings.warn(
-            f"jax_ep has no native backend for {platform} devices in this build and uses jax.lax "
-            "collectives, which are slower; pass backend='reference' to silence this warning",
+            f"jax_ep has no native backend for {platform} devices and mode={mode!r} in this build "
+            "and uses jax.lax collectives, which are slower; pass backend='reference' to silence "
+            "this warning",
             stacklevel=3,
         )
     return "reference"

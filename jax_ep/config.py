@@ -14,6 +14,7 @@ MAX_EXPERTS_PER_TOKEN = 32
 MAX_UINT16 = 65_535  # tokens of a rank and experts of a rank travel as 16-bit numbers
 ROW_BYTES_MULTIPLE = 16
 DEFAULT_CHUNK_TOKENS = 4096
+MODES = ("high_throughput", "low_latency")
 
 _DTYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 
@@ -28,9 +29,12 @@ class EpConfig:
         hidden: H, elements in a token's row. A row must be a multiple of 16 bytes.
         max_tokens_per_rank: the largest T that one call may bring; at most 65,535.
         dtype: element type of the rows: float32, bfloat16 or float16.
-        mode: "high_throughput".
+        mode: "high_throughput" for ``dispatch`` and ``combine``, which carry any number of tokens
+            in chunks, or "low_latency" for ``low_latency_dispatch`` and ``low_latency_combine``,
+            whose window holds all ``max_tokens_per_rank`` tokens of a decode step at once. A buffer
+            serves one mode; a model that needs both makes two buffers.
         chunk_tokens: tokens per rank that one epoch carries; the window grows with it, not with T.
-            None stands for min(max_tokens_per_rank, 4096).
+            None stands for min(max_tokens_per_rank, 4096). High throughput only.
         num_sms: streaming multiprocessors that a GPU kernel may take; None stands for half the
             device's. Of no effect on CPUs.
         timeout_s: seconds a rank waits for a peer before it gives up; None stands for 20 on CPUs
@@ -77,13 +81,17 @@ class EpConfig:
                 f"bytes; rows must be a multiple of {ROW_BYTES_MULTIPLE} bytes, so make hidden a "
                 f"multiple of {multiple}"
             )
-        if self.mode == "low_latency":
+        if self.mode not in MODES:
             raise EpUsageError(
-                "mode='low_latency' is not offered by this release; use mode='high_throughput'"
+                f"mode={self.mode!r} is not known; use mode='high_throughput' or mode='low_latency'"
             )
-        if self.mode != "high_throughput":
-            raise EpUsageError(f"mode={self.mode!r} is not known; use mode='high_throughput'")
         if self.chunk_tokens is not None:
+            if self.mode == "low_latency":
+                raise EpUsageError(
+                    f"chunk_tokens={self.chunk_tokens!r} has no meaning with mode='low_latency', "
+                    "where one epoch carries all tokens; leave it out, and lower "
+                    "max_tokens_per_rank for a smaller window"
+                )
             self._set(
                 "chunk_tokens", positive_int("chunk_tokens", self.chunk_tokens, at_most=MAX_UINT16)
             )
@@ -102,8 +110,34 @@ class EpConfig:
 
     @property
     def tokens_per_epoch(self) -> int:
-        """C, tokens per rank that one epoch carries: chunk_tokens, or its default if it is None."""
+        """C, tokens per rank that one epoch carries.
+
+        ``max_tokens_per_rank`` in low-latency mode, else chunk_tokens, or its default if it is
+        None.
+        """
+        if self.mode == "low_latency":
+            return self.max_tokens_per_rank
         return min(self.max_tokens_per_rank, self.chunk_tokens or DEFAULT_CHUNK_TOKENS)
+
+
+def experts_per_rank(config: EpConfig, num_ranks: int) -> int:
+    """E_l = E / R.
+
+    Raises:
+        EpUsageError: the experts do not divide among the ranks, or too many fall to each.
+    """
+    if config.num_experts % num_ranks:
+        raise EpUsageError(
+            f"num_experts={config.num_experts} does not divide among {num_ranks} ranks; "
+            f"make it a multiple of {num_ranks}, or use an axis_name of another size"
+        )
+    local = config.num_experts // num_ranks
+    if local > MAX_UINT16:
+        raise EpUsageError(
+            f"num_experts={config.num_experts} puts {local} experts on each of "
+            f"{num_ranks} ranks; at most {MAX_UINT16} fit, so use more ranks or fewer experts"
+        )
+    return local
 
 
 def positive_int(name: str, value: Any, *, at_most: int | None = None) -> int:

@@ -66,6 +66,7 @@ def dispatch(
         EpUsageError: an argument does not fit, the buffer is closed, or the call is not inside
             ``jax.shard_map`` over the buffer's mesh with all its axes larger than 1 manual.
     """
+    _check_mode("dispatch", buffer, "high_throughput")
     _check_place("dispatch", buffer)
     _check_dispatch_arrays(buffer, x, topk_idx, topk_weights)
     layout = _layout(buffer, jnp.shape(x)[0], capacity, expert_alignment, zero_tail, expand)
@@ -111,6 +112,7 @@ def combine(buffer: Buffer, y: jax.Array, routed: Routed, *, after: Any = None) 
             closed, or the call is not inside ``jax.shard_map`` over the buffer's mesh with all its
             axes larger than 1 manual.
     """
+    _check_mode("combine", buffer, "high_throughput")
     _check_place("combine", buffer)
     _check_combine_arrays(buffer, y, routed)
     handle = routed.handle
@@ -133,13 +135,23 @@ def _ordered(op: str, buffer: Buffer, operand: jax.Array, after: Any) -> jax.Arr
     return _order.hold(*cast_varying(buffer.axis_names, operand, _order.dependence(op, after)))
 
 
-def _check_place(op: str, buffer: Buffer) -> None:
-    """Requires shard_map over a mesh like the buffer's, every axis larger than 1 manual."""
+def _check_mode(op: str, buffer: Buffer, mode: str) -> None:
+    """Requires an open buffer of a mode; ``op`` is an operation of that mode."""
     if not isinstance(buffer, Buffer):
         raise EpUsageError(
             f"{op}: buffer={buffer!r} is a {type(buffer).__name__}; pass the jax_ep.Buffer"
         )
     buffer.require_open(op)
+    if buffer.config.mode != mode:
+        other = f"low_latency_{op}" if mode == "high_throughput" else op.split("_")[2]
+        raise EpUsageError(
+            f"{op} was given buffer {buffer.id} of mode={buffer.config.mode!r}; call {other} on "
+            f"it, or make another Buffer with EpConfig(mode={mode!r})"
+        )
+
+
+def _check_place(op: str, buffer: Buffer) -> None:
+    """Requires shard_map over a mesh like the buffer's, every axis larger than 1 manual."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = frozenset(mesh.manual_axes)
     unbound = [axis for axis in buffer.axis_names if axis not in manual]

@@ -56,6 +56,8 @@ class Combine {
         experts_per_rank_(shape_.experts_per_rank()) {}
 
   bool run(uint64_t first_epoch);
+  bool start(uint64_t epoch);
+  bool done(uint64_t epoch);
 
  private:
   void send_chunk(uint64_t epoch, TokenRange tokens);
@@ -103,6 +105,20 @@ bool Combine::run(uint64_t first_epoch) {
       session_.send_credits(epoch - 1);
     }
   }
+  return true;
+}
+
+bool Combine::start(uint64_t epoch) {
+  if (!session_.wait_credits(epoch)) return false;
+  session_.send_tags(epoch);
+  session_.ring_all();
+  send_chunk(epoch, {0, args_.num_tokens});
+  return true;
+}
+
+bool Combine::done(uint64_t epoch) {
+  if (!session_.check_tags(epoch) || !receive_chunk(epoch, {0, args_.num_tokens})) return false;
+  session_.send_credits(context_.read_through);
   return true;
 }
 
@@ -265,6 +281,16 @@ void Combine::sum_terms(const Terms& terms, int token) const {
 bool run_combine(RankContext& context, const CombineArgs& args, const OpTag& tag,
                  uint64_t first_epoch) {
   return Combine(context, args, tag).run(first_epoch);
+}
+
+bool run_combine_start(RankContext& context, const CombineArgs& args, const OpTag& tag,
+                       uint64_t epoch) {
+  return Combine(context, args, tag).start(epoch);
+}
+
+bool run_combine_done(RankContext& context, const CombineArgs& args, const OpTag& tag,
+                      uint64_t epoch) {
+  return Combine(context, args, tag).done(epoch);
 }
 
 }  // namespace jax_ep

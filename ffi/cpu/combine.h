@@ -32,4 +32,11 @@ struct CombineArgs {
 bool run_combine(RankContext& context, const CombineArgs& args, const OpTag& tag,
                  uint64_t first_epoch);
 
+// The halves of a combine that one epoch carries. Start sends the peers' sums; done adds the own
+// rank's rows, from the same y, and writes out.
+bool run_combine_start(RankContext& context, const CombineArgs& args, const OpTag& tag,
+                       uint64_t epoch);
+bool run_combine_done(RankContext& context, const CombineArgs& args, const OpTag& tag,
+                      uint64_t epoch);
+
 }  // namespace jax_ep

@@ -25,9 +25,11 @@ class Dispatch {
         experts_per_rank_(shape_.experts_per_rank()) {}
 
   bool run(uint64_t first_epoch);
+  bool start(uint64_t epoch);
+  bool done(uint64_t epoch);
 
  private:
-  void route();
+  void route(bool report_faults = true);
   void send_counts(uint64_t epoch);
   void send_chunk(uint64_t epoch, TokenRange tokens);
   void send_token(uint64_t epoch, int token, int slot);
@@ -81,7 +83,28 @@ bool Dispatch::run(uint64_t first_epoch) {
   return true;
 }
 
-void Dispatch::route() {
+bool Dispatch::start(uint64_t epoch) {
+  route();
+  if (!session_.wait_credits(epoch)) return false;
+  session_.send_tags(epoch);
+  send_counts(epoch);
+  session_.ring_all();
+  send_chunk(epoch, {0, args_.num_tokens});
+  return true;
+}
+
+bool Dispatch::done(uint64_t epoch) {
+  // Again: cheaper than keeping it, with another operation between the halves.
+  route(/*report_faults=*/false);
+  if (!session_.check_tags(epoch) || !receive_counts(epoch)) return false;
+  place_rows();
+  expand_own();
+  if (!receive_chunk(epoch, {0, args_.num_tokens})) return false;
+  session_.send_credits(context_.read_through);
+  return true;
+}
+
+void Dispatch::route(bool report_faults) {
   const int num_tokens = args_.num_tokens;
   const int topk = shape_.num_experts_per_tok;
   DataFault faults;
@@ -105,7 +128,7 @@ void Dispatch::route() {
           pack_route(expert - owner * experts_per_rank_, context_.counts[expert]++);
     }
   }
-  if (faults.count > 0) context_.report_data_fault(faults);
+  if (report_faults && faults.count > 0) context_.report_data_fault(faults);
 }
 
 void Dispatch::send_counts(uint64_t epoch) {
@@ -196,6 +219,7 @@ void Dispatch::place_rows() {
   int64_t begin = 0;
   int64_t dropped = 0;
   for (int expert = 0; expert < experts_per_rank_; ++expert) {
+    if (args_.expert_rows > 0) begin = expert * args_.expert_rows;
     const ExpertSegment segment = place_expert(&context_.bases[expert * num_ranks], num_ranks,
                                                args_.num_tokens, begin, args_.expert_alignment);
     const int group = segment.group_size(args_.capacity);
@@ -316,7 +340,7 @@ void Dispatch::fill_slot(const char* row, int source, int token) {
   const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
   const int32_t* rows = args_.recv_rows + slot * topk;
   char* to = args_.tokens + slot * shape_.row_bytes;
-  if (std::any_of(rows, rows + topk, [](int32_t at) { return at >= 0; })) {
+  if (row != nullptr && std::any_of(rows, rows + topk, [](int32_t at) { return at >= 0; })) {
     std::memcpy(to, row, shape_.row_bytes);
   } else {
     std::memset(to, 0, shape_.row_bytes);
@@ -328,6 +352,16 @@ void Dispatch::fill_slot(const char* row, int source, int token) {
 bool run_dispatch(RankContext& context, const DispatchArgs& args, const OpTag& tag,
                   uint64_t first_epoch) {
   return Dispatch(context, args, tag).run(first_epoch);
+}
+
+bool run_dispatch_start(RankContext& context, const DispatchArgs& args, const OpTag& tag,
+                        uint64_t epoch) {
+  return Dispatch(context, args, tag).start(epoch);
+}
+
+bool run_dispatch_done(RankContext& context, const DispatchArgs& args, const OpTag& tag,
+                       uint64_t epoch) {
+  return Dispatch(context, args, tag).done(epoch);
 }
 
 }  // namespace jax_ep

@@ -26,6 +26,8 @@ struct DispatchArgs {
   int64_t expert_alignment;
   bool zero_tail;
   int32_t* row_map = nullptr;  // [capacity], slots; null: tokens are expert-major
+  // Padded layout: the rows of every expert's own block. 0: experts lie one after another.
+  int64_t expert_rows = 0;
 
   OperandView view() const { return {x, num_tokens, num_tokens, nullptr, nullptr, nullptr}; }
 };
@@ -33,5 +35,12 @@ struct DispatchArgs {
 // Carries out the epochs from `first_epoch` on. False when a wait was given up; a record is filed.
 bool run_dispatch(RankContext& context, const DispatchArgs& args, const OpTag& tag,
                   uint64_t first_epoch);
+
+// The halves of a dispatch that one epoch carries. Start reads x, topk_idx and topk_weights and
+// writes clean_topk_idx alone; done reads x again, for the own rank's rows.
+bool run_dispatch_start(RankContext& context, const DispatchArgs& args, const OpTag& tag,
+                        uint64_t epoch);
+bool run_dispatch_done(RankContext& context, const DispatchArgs& args, const OpTag& tag,
+                       uint64_t epoch);
 
 }  // namespace jax_ep

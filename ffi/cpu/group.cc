@@ -1,6 +1,7 @@
 #include "cpu/group.h"
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 
 #include "protocol/epochs.h"
@@ -12,10 +13,6 @@ namespace jax_ep {
 namespace {
 
 constexpr size_t kFailedRunsKept = 4096;  // more than can be queued when a run fails
-
-double seconds(std::chrono::nanoseconds time) {
-  return std::chrono::duration<double>(time).count();
-}
 
 }  // namespace
 
@@ -42,7 +39,7 @@ RankContext Group::make_context(int rank) {
   context.window = windows_.view(rank);
   context.timeout = timeout_;
   context.faults = faults_[rank].get();
-  context.report = [this](const ErrorRecord& record) { report(record); };
+  context.report = [this](const ErrorRecord& record) { report({record}); };
   if (membership_.is_shared()) {
     context.has_left = [this](int peer) { return membership_.has_left(peer); };
   }
@@ -80,7 +77,7 @@ void Group::present(int rank, const CallSite& where, Operation operation) {
       Meeting complete = std::move(meetings.front());
       meetings.pop_front();
       if (meetings.empty()) pending_.erase(where);
-      start(std::move(complete));
+      start(where.run_id, std::move(complete));
       return;
     }
   }
@@ -98,12 +95,20 @@ std::optional<std::string> Group::refusal(int64_t run_id) {
 }
 
 // Epochs are given and tasks queued under one lock: every rank's worker sees the same order.
-void Group::start(Meeting meeting) {
+void Group::start(int64_t run_id, Meeting meeting) {
   const Channel channel = meeting.parts[0]->channel;
   auto started = std::make_shared<Started>();
-  started->first_epoch = next_epoch_[channel];
-  next_epoch_[channel] += meeting.parts[0]->num_epochs;
   for (std::optional<Operation>& part : meeting.parts) started->parts.push_back(std::move(*part));
+  if (const auto refused = assign_epochs(started.get())) {
+    // Nobody of the run is to wait for a rank that stops here.
+    remember_failed(run_id);
+    Failed failed = take_pending([&](const CallSite& where) { return where.run_id == run_id; });
+    for (int seat = 0; seat < num_seats(); ++seat) {
+      failed.emplace_back(ranks_[seat], std::move(started->parts[seat]));
+    }
+    fail(std::move(failed), *refused);
+    return;
+  }
   share_operands(started.get());
   started->errors.resize(ranks_.size());
   started->num_running = num_seats();
@@ -115,14 +120,38 @@ void Group::start(Meeting meeting) {
   }
 }
 
+std::optional<std::string> Group::assign_epochs(Started* started) {
+  const std::vector<Operation>& parts = started->parts;
+  const Operation& first = parts[0];
+  OpenStarts& open = open_starts_[first.channel];
+  uint64_t& next = next_epoch_[first.channel];
+  if (first.half == Half::kDone) {
+    const bool agreed = std::all_of(parts.begin(), parts.end(), [&](const Operation& part) {
+      return same_ticket(part.ticket, first.ticket);
+    });
+    const auto start = agreed ? open.close(first.ticket) : std::nullopt;
+    if (!start) return unknown_start_text(first.tag.op, first.ticket.epoch);
+    started->first_epoch = start->epoch;
+    started->of_start = start->tag;
+  } else {
+    const uint64_t last = next + first.num_epochs - 1;
+    if (!open.admits(last)) return open_start_text(first.tag.op, last, open.oldest());
+    started->first_epoch = next;
+    if (first.half == Half::kStart) started->ticket = open.open(next, first.tag);
+    next = last + 1;
+  }
+  started->read_through = open.read_through(next);
+  return std::nullopt;
+}
+
 // Where shapes differ, so do tags, and nobody gets as far as a payload; but no bound may rest on
-// that.
+// that. A half outlives no other rank's, so windows carry what halves send.
 void Group::share_operands(Started* started) const {
   const std::vector<Operation>& parts = started->parts;
   const bool alike = std::all_of(parts.begin(), parts.end(), [&](const Operation& part) {
     return part.operands.same_shape(parts[0].operands);
   });
-  if (payload_ == Payload::kWindow || !alike) return;
+  if (payload_ == Payload::kWindow || parts[0].half != Half::kWhole || !alike) return;
   OperandView elsewhere{};
   elsewhere.in_process = false;
   started->operands.assign(num_ranks(), elsewhere);
@@ -158,7 +187,11 @@ bool Group::run_part(int seat, const Started& started) {
   const Operation& operation = started.parts[seat];
   RankContext& context = contexts_[rank * kNumChannels + operation.channel];
   context.operands = started.operands.empty() ? nullptr : started.operands.data();
-  OpTag tag = operation.tag;
+  context.read_through = started.read_through;
+  if (operation.ticket_out != nullptr) {
+    std::memcpy(operation.ticket_out, &started.ticket, sizeof(started.ticket));
+  }
+  OpTag tag = started.of_start.value_or(operation.tag);
   bool sends = true;
 #if defined(JAX_EP_TEST_HOOKS)
   FaultPlan& plan = fault_plan(rank);
@@ -174,63 +207,8 @@ bool Group::run_part(int seat, const Started& started) {
   const bool poisoned = atomic32(context.window.control(rank, control.poison())).load() != 0;
   if (poisoned || (sends && !operation.run(context, tag, started.first_epoch))) return false;
   atomic64(context.window.control(rank, control.epoch(operation.channel)))
-      .store(started.first_epoch + operation.num_epochs - 1, std::memory_order_release);
+      .store(started.read_through, std::memory_order_release);
   return true;
-}
-
-std::string Group::rank_error(int rank) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  hear_of_error();
-  for (const auto& [record, text] : records_) {
-    if (record.rank == rank) return text;
-  }
-  return records_.empty() ? "EpUsageError: the buffer was reset while operations were running."
-                          : records_.front().second;
-}
-
-void Group::file(const ErrorRecord& record) {
-  const double timeout_s = seconds(timeout_);
-  std::string text = records_.empty()
-                         ? describe(record, timeout_s)
-                         : describe_follower(record, records_.front().first, timeout_s);
-  if (membership_.is_shared()) {
-    const ErrorRecord& first = records_.empty() ? record : records_.front().first;
-    text += " Here " + membership_.place_of(first.rank) + ", and " +
-            membership_.place_of(first.peer) + ".";
-  }
-  records_.emplace_back(record, std::move(text));
-}
-
-// Kept even where none of our ranks was waiting: later operations must be refused here too.
-bool Group::hear_of_error() {
-  ErrorRecord first;
-  if (!membership_.is_shared() || !records_.empty() || !membership_.first_error().read(&first)) {
-    return false;
-  }
-  file(first);
-  return true;
-}
-
-void Group::report(const ErrorRecord& record) {
-  Failed failed;
-  std::string first;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    hear_of_error();
-    file(record);
-    if (membership_.is_shared()) membership_.first_error().publish(record);
-    first = records_.front().second;
-    failed = take_pending([](const CallSite&) { return true; });
-  }
-  const Window window = windows_.view(record.rank);
-  for (int rank = 0; rank < num_ranks(); ++rank) {
-    atomic32(window.control(rank, window.control_layout.poison()))
-        .store(1 + static_cast<uint32_t>(record.rank), std::memory_order_release);
-    for (Channel channel : {kDispatchChannel, kCombineChannel}) {
-      Doorbell(window.control(rank, window.control_layout.doorbell(channel))).ring();
-    }
-  }
-  fail(std::move(failed), first);
 }
 
 void Group::reject(int64_t run_id, const std::string& error) {
@@ -243,38 +221,7 @@ void Group::reject(int64_t run_id, const std::string& error) {
   fail(std::move(failed), error);
 }
 
-void Group::expire(Clock::time_point now) {
-  std::vector<ErrorRecord> late;
-  Failed failed;
-  std::string elsewhere;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (hear_of_error()) {
-      failed = take_pending([](const CallSite&) { return true; });
-      elsewhere = records_.front().second;
-    }
-    for (const auto& [where, meetings] : pending_) {
-      for (const Meeting& meeting : meetings) {
-        if (meeting.deadline > now || !late.empty()) continue;
-        const auto& parts = meeting.parts;
-        const auto absent = std::find_if(parts.begin(), parts.end(),
-                                         [](const auto& part) { return !part.has_value(); });
-        const int32_t peer = ranks_[absent - parts.begin()];
-        for (int seat = 0; seat < num_seats(); ++seat) {
-          if (!parts[seat].has_value()) continue;
-          const Operation& part = *parts[seat];
-          late.push_back({ErrorKind::kTimeout, part.tag.op, WaitFor::kStart, ranks_[seat], peer,
-                          next_epoch_[part.channel], 1, 0});
-        }
-      }
-    }
-  }
-  fail(std::move(failed), elsewhere);
-  for (const ErrorRecord& record : late) report(record);
-}
-
-template <typename Chosen>
-Group::Failed Group::take_pending(Chosen chosen) {
+Group::Failed Group::take_pending(const std::function<bool(const CallSite&)>& chosen) {
   Failed failed;
   for (auto it = pending_.begin(); it != pending_.end();) {
     if (!chosen(it->first)) {
@@ -342,28 +289,9 @@ void Group::reset() {
   windows_.clear_signals(ranks_);
   if (membership_.is_shared()) membership_.first_error().clear();
   std::fill_n(next_epoch_, kNumChannels, kFirstEpoch);
+  for (OpenStarts& open : open_starts_) open.forget();
   records_.clear();
   for (auto& plan : faults_) plan->kind = FaultKind::kNone;
-}
-
-std::vector<std::pair<ErrorRecord, std::string>> Group::error_records() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  hear_of_error();
-  return records_;
-}
-
-std::optional<std::pair<int, DataFault>> Group::take_data_faults() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::optional<std::pair<int, DataFault>> first;
-  int64_t count = 0;
-  for (int rank = 0; rank < num_ranks(); ++rank) {
-    DataFault& fault = data_faults_[rank];
-    if (fault.count > 0 && !first) first = {rank, fault};
-    count += fault.count;
-    fault = {};
-  }
-  if (first) first->second.count = count;
-  return first;
 }
 
 uint64_t Group::epochs(Channel channel) const {

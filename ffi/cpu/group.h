@@ -19,6 +19,7 @@
 
 #include "cpu/faults.h"
 #include "cpu/membership.h"
+#include "cpu/open_starts.h"
 #include "cpu/rank_context.h"
 #include "cpu/strand.h"
 #include "transport/host_window.h"
@@ -40,9 +41,12 @@ struct Operation {
   OpTag tag;
   Channel channel;
   int num_epochs;
-  OperandView operands;
+  OperandView operands{};  // of a whole operation
   std::function<bool(RankContext&, const OpTag&, uint64_t first_epoch)> run;
   std::function<void(const std::string* error)> done;  // null: success. Called exactly once.
+  Half half = Half::kWhole;
+  StartTicket ticket{};        // of a done: what its start handed out
+  void* ticket_out = nullptr;  // of a start: where its ticket goes
 };
 
 class Group {
@@ -91,6 +95,9 @@ class Group {
     std::vector<std::optional<std::string>> errors;  // by seat, of parts that have ended
     std::atomic<int> num_running;
     uint64_t first_epoch;
+    uint64_t read_through;          // as in RankContext
+    StartTicket ticket;             // of a start
+    std::optional<OpTag> of_start;  // of a done: what was sent
   };
   using Failed = std::vector<std::pair<int, Operation>>;
 
@@ -98,17 +105,19 @@ class Group {
   RankContext make_context(int rank);
   int num_seats() const { return static_cast<int>(ranks_.size()); }
   std::optional<std::string> refusal(int64_t run_id);  // mutex held
-  void start(Meeting meeting);                         // mutex held
+  void start(int64_t run_id, Meeting meeting);         // mutex held
+  // Gives an operation its epochs, or the reason why it gets none. Mutex held.
+  std::optional<std::string> assign_epochs(Started* started);
   void share_operands(Started* started) const;
   Completion carry_out(int seat, const std::shared_ptr<Started>& started);
   bool run_part(int seat, const Started& started);
-  void report(const ErrorRecord& record);
+  // Files records, poisons the group and fails what is pending.
+  void report(const std::vector<ErrorRecord>& records);
   void file(const ErrorRecord& record);  // mutex held
-  bool hear_of_error();                  // in another process, the first time; mutex held
+  void hear_of_error();                  // in another process, the first time; mutex held
   std::string rank_error(int rank);
-  void remember_failed(int64_t run_id);  // mutex held
-  template <typename Chosen>
-  Failed take_pending(Chosen chosen);  // mutex held
+  void remember_failed(int64_t run_id);                                     // mutex held
+  Failed take_pending(const std::function<bool(const CallSite&)>& chosen);  // mutex held
   void fail(Failed failed, const std::string& error);
 
   const std::chrono::nanoseconds timeout_;
@@ -123,6 +132,7 @@ class Group {
   mutable std::mutex mutex_;
   std::map<CallSite, std::deque<Meeting>> pending_;
   uint64_t next_epoch_[kNumChannels];
+  OpenStarts open_starts_[kNumChannels];
   std::vector<std::pair<ErrorRecord, std::string>> records_;
   std::vector<DataFault> data_faults_;  // by rank
   std::unordered_set<int64_t> failed_runs_;

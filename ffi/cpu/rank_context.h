@@ -40,13 +40,19 @@ struct RankContext {
     return operands != nullptr && operands[peer].in_process ? &operands[peer] : nullptr;
   }
 
+  // Epochs up to here have all been read by this rank once the operation at hand has ended. Set by
+  // the group.
+  uint64_t read_through = UINT64_MAX;
+
   // Scratch of this worker, kept between operations.
-  std::vector<uint32_t> routes;   // [T * K]
-  std::vector<int32_t> owners;    // [T * K], ranks of the experts; -1 for none
-  std::vector<int32_t> counts;    // [E], rows of this rank per expert
-  std::vector<int32_t> received;  // [E_l * R], rows per (local expert, source)
-  std::vector<int32_t> bases;     // [E_l * R], first row of (local expert, source)
-  std::vector<char> covered;      // [capacity], rows that some (token, k) names
+  std::vector<uint32_t> routes;    // [T * K]
+  std::vector<int32_t> owners;     // [T * K], ranks of the experts; -1 for none
+  std::vector<int32_t> counts;     // [E], rows of this rank per expert
+  std::vector<int32_t> received;   // [E_l * R], rows per (local expert, source)
+  std::vector<int32_t> bases;      // [E_l * R], first row of (local expert, source)
+  std::vector<char> covered;       // [capacity], rows that some (token, k) names
+  std::vector<int32_t> experts;    // [T * K], what a done takes for topk_idx
+  std::vector<int64_t> waited_ns;  // [R], time spent waiting for each peer; empty: not asked for
 };
 
 }  // namespace jax_ep

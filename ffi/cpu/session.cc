@@ -1,5 +1,6 @@
 #include "cpu/session.h"
 
+#include <algorithm>
 #include <thread>
 
 namespace jax_ep {
@@ -9,6 +10,26 @@ namespace {
 constexpr int kSpins = 200;  // a few microseconds: about what parking and waking cost
 constexpr std::chrono::microseconds kParkSlice{
     20000};  // how often a parked waiter looks at the clock
+
+// Adds its lifetime to what was waited for a peer.
+class WaitTimer {
+ public:
+  WaitTimer(std::vector<int64_t>& waited_ns, int peer)
+      : waited_ns_(static_cast<size_t>(peer) < waited_ns.size() ? &waited_ns[peer] : nullptr) {
+    if (waited_ns_ != nullptr) begin_ = std::chrono::steady_clock::now();
+  }
+  ~WaitTimer() {
+    if (waited_ns_ == nullptr) return;
+    const auto time = std::chrono::steady_clock::now() - begin_;
+    *waited_ns_ += std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+  }
+  WaitTimer(const WaitTimer&) = delete;
+  WaitTimer& operator=(const WaitTimer&) = delete;
+
+ private:
+  int64_t* waited_ns_;
+  std::chrono::steady_clock::time_point begin_;
+};
 
 }  // namespace
 
@@ -31,6 +52,8 @@ void Session::give_up(const Point& point, ErrorKind kind, uint64_t seen) {
 
 template <typename Ready, typename Seen>
 bool Session::wait_until(const Point& point, Ready ready, Seen seen) {
+  if (ready()) return true;
+  const WaitTimer timer(context_.waited_ns, point.peer);
   for (int spin = 0; spin < kSpins; ++spin) {
     if (ready()) return true;
     cpu_pause();
@@ -88,6 +111,7 @@ bool Session::wait_credits(uint64_t epoch) {
 }
 
 void Session::send_credits(uint64_t epoch) {
+  epoch = std::min(epoch, context_.read_through);  // an older start may wait for its done yet
   for (int step = 0; step < num_peers(); ++step) {
     const int to = peer(step);
     // Release: our reads of the epoch come before the peer's writes of epoch + 2.

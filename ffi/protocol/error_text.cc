@@ -60,4 +60,22 @@ std::string describe_follower(const ErrorRecord& record, const ErrorRecord& firs
   return text.str();
 }
 
+std::string open_start_text(OpKind op, uint64_t epoch, uint64_t oldest) {
+  std::ostringstream text;
+  text << "EpUsageError: " << op_name(op) << ", epoch " << epoch
+       << ": two operations of a kind may be on their way at a time, and the start of epoch "
+       << oldest
+       << " has had no done yet. Call its done before this operation (after= orders operations "
+          "that share no data); after an execution that failed, buffer.reset() forgets its starts.";
+  return text.str();
+}
+
+std::string unknown_start_text(OpKind op, uint32_t epoch) {
+  std::ostringstream text;
+  text << "EpUsageError: " << op_name(op) << " done: its pending names epoch " << epoch
+       << ", which is not on its way: it was done before, or buffer.reset() has forgotten it, or "
+          "ranks named different ones. Pass each pending to one done, once.";
+  return text.str();
+}
+
 }  // namespace jax_ep

@@ -15,4 +15,10 @@ std::string describe(const ErrorRecord& record, double timeout_s);
 std::string describe_follower(const ErrorRecord& record, const ErrorRecord& first,
                               double timeout_s);
 
+// A start or a whole operation would take an epoch whose buffer an open start still holds.
+std::string open_start_text(OpKind op, uint64_t epoch, uint64_t oldest);
+
+// A done names a start that is not open.
+std::string unknown_start_text(OpKind op, uint32_t epoch);
+
 }  // namespace jax_ep

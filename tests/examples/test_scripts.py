@@ -60,6 +60,26 @@ def test_train_moe_lm_trains_and_goes_on_with_the_other_backend(tmp_path):
     assert list(resumed["validation"]) == [3, 4]
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_decode_prints_speed_and_what_overlap_hides(backend):
+    """It compares the outputs of both ways itself."""
+    sizes = ["--steps", 3, "--hidden", 64, "--ranks", 4, "--layers", 2, "--backend", backend]
+    result = start(EXAMPLES / "decode.py", *sizes)
+    assert result.returncode == 0, result.stderr
+    assert f"2 layers, 16 experts on 4 cpu devices, backend {backend}" in result.stdout
+    for way in ("fused, one after another", "in halves, interleaved", "experts alone"):
+        assert re.search(
+            rf"^{way}: [\d.]+ ms a step, [\d,]+ tokens/s$", result.stdout, re.MULTILINE
+        )
+    assert re.search(r"hidden by overlap: -?\d+ %|communication hidden: none", result.stdout)
+
+
+def test_decode_refuses_odd_batches():
+    result = start(EXAMPLES / "decode.py", "--tokens", 7)
+    assert result.returncode == 2
+    assert "--tokens 7 must be even" in result.stderr
+
+
 def read_losses(folder):
     losses = json.loads((folder / "out" / "losses.json").read_text())
     return {name: dict(map(tuple, pairs)) for name, pairs in losses.items()}

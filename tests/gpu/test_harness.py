@@ -8,6 +8,7 @@ import shutil
 import subprocess
 
 import cases
+import gpu_world
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -17,6 +18,7 @@ HARNESS_VARIABLE = "JAX_EP_CUDA_HARNESS"
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory) -> pathlib.Path:
+    gpu_world.require_cuda(1)  # before a minute of compiling
     ready = os.environ.get(HARNESS_VARIABLE)
     if ready:
         return pathlib.Path(ready)

@@ -102,12 +102,71 @@ class DirectDriver {
     return true;
   }
 
+  // Some rounds come in halves, the same ones on all ranks.
+  bool in_halves(size_t round) const {
+    return round % 3 == 1 && epochs_of(world_, rounds_[round]) == 1;
+  }
+
+  OpTag tag_of(OpKind op, size_t round) const {
+    return {op, static_cast<uint32_t>(rounds_[round].num_tokens), 0, round};
+  }
+
+  // A dispatch in halves, and a whole operation between them that takes the other buffer.
+  bool dispatch_around_grad(RankContext& context, size_t round, uint64_t* epoch) {
+    const int rank = context.window.rank;
+    DispatchPart& part = parts_[round].dispatch[rank];
+    const OpTag tag = tag_of(OpKind::kDispatch, round);
+    const uint64_t open = (*epoch)++;
+    context.operands = nullptr;
+    context.read_through = open - 1;
+    part.fill_operands();
+    if (!run_dispatch_start(context, part.args(), tag, open)) return false;
+    if (!carry_out(context, parts_[round].grad, OpKind::kCombineGrad, round, run_combine_grad,
+                   epoch)) {
+      return false;
+    }
+    context.operands = nullptr;
+    context.read_through = *epoch - 1;
+    const bool ok = run_dispatch_done(context, part.args(), tag, open);
+    context.read_through = UINT64_MAX;
+    if (ok) note(world_, "dispatch", rank, static_cast<int>(round), part.check());
+    return ok;
+  }
+
+  // Two combines on their way at once, the younger one received first.
+  bool combine_crosswise(RankContext& context, size_t round, uint64_t* epoch) {
+    const int rank = context.window.rank;
+    const uint64_t first = *epoch;
+    *epoch += 2;
+    context.operands = nullptr;
+    for (size_t i : {round, round + 1}) {
+      CombinePart& part = parts_[i].combine[rank];
+      part.fill_operands();
+      context.read_through = first - 1;
+      const OpTag tag = tag_of(OpKind::kCombine, i);
+      if (!run_combine_start(context, part.args(), tag, first + (i - round))) return false;
+    }
+    for (size_t i : {round + 1, round}) {
+      CombinePart& part = parts_[i].combine[rank];
+      context.read_through = i == round ? first + 1 : first - 1;
+      const OpTag tag = tag_of(OpKind::kCombine, i);
+      if (!run_combine_done(context, part.args(), tag, first + (i - round))) return false;
+      note(world_, "combine", rank, static_cast<int>(i), part.check());
+    }
+    context.read_through = UINT64_MAX;
+    return true;
+  }
+
   void run_dispatch_channel(int rank, Random random) {
     RankContext context = make_context(rank);
     uint64_t epoch = kFirstEpoch;
     for (size_t i = 0; i < rounds_.size(); ++i) {
       Parts& parts = parts_[i];
       pause(random);
+      if (in_halves(i)) {
+        if (!dispatch_around_grad(context, i, &epoch)) return;
+        continue;
+      }
       if (!carry_out(context, parts.dispatch, OpKind::kDispatch, i, run_dispatch, &epoch)) return;
       if (!carry_out(context, parts.grad, OpKind::kCombineGrad, i, run_combine_grad, &epoch))
         return;
@@ -119,6 +178,10 @@ class DirectDriver {
     uint64_t epoch = kFirstEpoch;
     for (size_t i = 0; i < rounds_.size(); ++i) {
       pause(random);
+      if (in_halves(i) && i + 1 < rounds_.size() && epochs_of(world_, rounds_[i + 1]) == 1) {
+        if (!combine_crosswise(context, i++, &epoch)) return;
+        continue;
+      }
       if (!carry_out(context, parts_[i].combine, OpKind::kCombine, i, run_combine, &epoch)) return;
     }
   }

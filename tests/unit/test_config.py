@@ -43,6 +43,12 @@ def test_tokens_per_epoch(max_tokens, chunk, expected):
     assert config.tokens_per_epoch == expected
 
 
+@pytest.mark.parametrize("max_tokens", [1, 128, 65_535])
+def test_low_latency_carries_all_tokens_in_one_epoch(max_tokens):
+    settings = GOOD | {"max_tokens_per_rank": max_tokens, "mode": "low_latency"}
+    assert jax_ep.EpConfig(**settings).tokens_per_epoch == max_tokens
+
+
 @pytest.mark.parametrize(
     ("changes", "named", "remedy"),
     [
@@ -61,8 +67,13 @@ def test_tokens_per_epoch(max_tokens, chunk, expected):
         ({"dtype": "int32"}, "dtype='int32'", "use float32"),
         ({"dtype": "nonsense"}, "dtype='nonsense'", "use float32"),
         ({"dtype": None}, "dtype=None", "use float32"),
-        ({"mode": "low_latency"}, "mode='low_latency'", "use mode='high_throughput'"),
-        ({"mode": "fast"}, "mode='fast'", "use mode='high_throughput'"),
+        ({"mode": "fast"}, "mode='fast'", "use mode='high_throughput' or mode='low_latency'"),
+        ({"mode": None}, "mode=None", "use mode='high_throughput'"),
+        (
+            {"mode": "low_latency", "chunk_tokens": 16},
+            "chunk_tokens=16 has no meaning with mode='low_latency'",
+            "leave it out, and lower max_tokens_per_rank",
+        ),
         ({"chunk_tokens": 0}, "chunk_tokens=0", "positive int"),
         ({"chunk_tokens": 70_000}, "chunk_tokens=70000", "at most 65535"),
         ({"num_sms": 0}, "num_sms=0", "positive int"),
