@@ -7,6 +7,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .routed import RouteLayout
+from .routing import RoutingGroup
+
+NO_TICKET = 0  # of a routing whose counts the host does not wait for
 
 
 def cast_varying(axis_names: tuple[str, ...], *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -25,28 +28,72 @@ def cast_varying(axis_names: tuple[str, ...], *arrays: jax.Array) -> tuple[jax.A
 
 def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array):
     """Target ``jax_ep_dispatch``; operands and results as in ``_reference.dispatch``."""
-    num_tokens, num_experts_per_tok = topk_idx.shape
-    num_slots = layout.num_ranks * num_tokens
-    results = (
-        ((layout.capacity if layout.expand else num_slots, x.shape[1]), x.dtype),
-        ((layout.capacity,), jnp.float32),
-        ((layout.experts_per_rank,), jnp.int32),
-        ((layout.experts_per_rank,), jnp.int32),
-        ((), jnp.int32),
-        (topk_idx.shape, jnp.int32),
-        ((num_slots, num_experts_per_tok), jnp.int32),
-        ((0 if layout.expand else layout.capacity,), jnp.int32),
-    )
+    rows, recv_rows = _dispatch_results(layout, x, topk_idx)
+    sanitised = (topk_idx.shape, jnp.int32)
     *arrays, row_map = _call(
         "jax_ep_dispatch",
         layout,
         (x, topk_idx, topk_weights),
-        results,
+        (*rows, sanitised, *recv_rows),
         expert_alignment=layout.expert_alignment,
         zero_tail=layout.zero_tail,
         expanded=layout.expand,
     )
     return *arrays, None if layout.expand else row_map
+
+
+def dispatch_routed(
+    layout: RouteLayout,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    row_index: jax.Array,
+    counts: jax.Array,
+    topk_weights: jax.Array,
+):
+    """Target ``jax_ep_dispatch_routed``: ``dispatch`` along a routing, without exchanging counts.
+
+    Args:
+        layout: static facts of the call.
+        x: ``[T, H]``.
+        topk_idx, row_index, counts: as in Routing.
+        topk_weights: float32 ``[T, K]``.
+
+    Returns:
+        The results of ``dispatch``, ``topk_idx`` in the place of the sanitised one.
+    """
+    rows, recv_rows = _dispatch_results(layout, x, topk_idx)
+    *arrays, recv_rows, row_map = _call(
+        "jax_ep_dispatch_routed",
+        layout,
+        (x, topk_idx, row_index, counts, topk_weights),
+        (*rows, *recv_rows),
+        expert_alignment=layout.expert_alignment,
+        zero_tail=layout.zero_tail,
+        expanded=layout.expand,
+    )
+    return *arrays, topk_idx, recv_rows, None if layout.expand else row_map
+
+
+def route(group: RoutingGroup, topk_idx: jax.Array, ticket: jax.Array):
+    """Target ``jax_ep_notify``: exchanges counts.
+
+    Args:
+        group: static facts of the call.
+        topk_idx: int32 ``[T, K]``.
+        ticket: uint32 scalar. Unless it is NO_TICKET, the host finds the counts under it while the
+            device goes on.
+
+    Returns:
+        sanitised topk_idx int32 ``[T, K]``, row_index int32 ``[T, K]``, counts int32 ``[R, E]``, as
+        in Routing.
+    """
+    num_experts = group.num_ranks * group.experts_per_rank
+    results = (
+        (topk_idx.shape, jnp.int32),
+        (topk_idx.shape, jnp.int32),
+        ((group.num_ranks, num_experts), jnp.int32),
+    )
+    return _call("jax_ep_notify", group, (topk_idx, ticket), results)
 
 
 def combine(
@@ -113,6 +160,24 @@ def combine_grad(
     )
 
 
+def _dispatch_results(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array):
+    """Shapes and dtypes of tokens to num_dropped, and of recv_rows and row_map."""
+    num_tokens, num_experts_per_tok = topk_idx.shape
+    num_slots = layout.num_ranks * num_tokens
+    rows = (
+        ((layout.capacity if layout.expand else num_slots, x.shape[1]), x.dtype),
+        ((layout.capacity,), jnp.float32),
+        ((layout.experts_per_rank,), jnp.int32),
+        ((layout.experts_per_rank,), jnp.int32),
+        ((), jnp.int32),
+    )
+    recv_rows = (
+        ((num_slots, num_experts_per_tok), jnp.int32),
+        ((0 if layout.expand else layout.capacity,), jnp.int32),
+    )
+    return rows, recv_rows
+
+
 def _combine(layout, y, weights, row_scalars, topk_idx, recv_rows, *, expanded):
     weighted, with_scalars = weights.size > 0, row_scalars.size > 0
     results = (
@@ -131,7 +196,7 @@ def _combine(layout, y, weights, row_scalars, topk_idx, recv_rows, *, expanded):
     )
 
 
-def _call(target: str, layout: RouteLayout, operands, results, **attributes: int):
+def _call(target: str, layout: RouteLayout | RoutingGroup, operands, results, **attributes: int):
     rank = lax.axis_index(layout.axis_names)
     operands = cast_varying(layout.axis_names, rank, *operands)
     call = jax.ffi.ffi_call(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .routed import RouteLayout
+from .routing import RoutingGroup
 
 
 def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array):
@@ -61,6 +62,41 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
     sizes = (group_sizes, valid_sizes, num_dropped)
     topk_idx = topk_idx[:num_tokens]
     return tokens.astype(x.dtype), weights, *sizes, topk_idx, recv_rows, row_map
+
+
+def dispatch_routed(
+    layout: RouteLayout,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    row_index: jax.Array,
+    counts: jax.Array,
+    topk_weights: jax.Array,
+):
+    """As dispatch for a sanitised topk_idx, of which the rest of a Routing follows."""
+    del row_index, counts
+    return dispatch(layout, x, topk_idx, topk_weights)
+
+
+def route(group: RoutingGroup, topk_idx: jax.Array, ticket: jax.Array):
+    """Counts the rows of every rank for every expert.
+
+    Args:
+        group: static facts of the call.
+        topk_idx: int32 ``[T, K]``.
+        ticket: not used: on any platform the host reads the counts out of the results.
+
+    Returns:
+        sanitised topk_idx int32 ``[T, K]``; row_index int32 ``[T, K]``, the entry's place among
+        those of this rank for its expert, -1 for none; counts int32 ``[R, E]``.
+    """
+    del ticket
+    num_experts = group.num_ranks * group.experts_per_rank
+    topk_idx = sanitise(topk_idx, num_experts)
+    chosen = jax.nn.one_hot(topk_idx.reshape(-1), num_experts, dtype=jnp.int32)  # [T * K, E]
+    before = jnp.cumsum(chosen, axis=0) - chosen
+    row_index = jnp.sum(before * chosen, axis=1).reshape(topk_idx.shape)
+    counts = lax.all_gather(jnp.sum(chosen, axis=0), group.axis_names)
+    return topk_idx, jnp.where(topk_idx < 0, -1, row_index), counts
 
 
 def combine(

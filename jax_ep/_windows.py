@@ -56,6 +56,11 @@ class Members:
         return [[device.process_index for device in group] for group in self._groups]
 
 
+def default_timeout_s(config: EpConfig, platform: str) -> float:
+    """Seconds that a wait may last: the config's, or the platform's default."""
+    return config.timeout_s or DEFAULT_TIMEOUT_S.get(platform, DEFAULT_TIMEOUT_OTHER_S)
+
+
 def compare(
     peers: Peers, mesh: Mesh, axes: tuple[str, ...], config: EpConfig, backend: str
 ) -> None:
@@ -99,10 +104,11 @@ def create(
         "itemsize": config.dtype.itemsize,
         "tokens_per_epoch": config.tokens_per_epoch,
         "max_tokens_per_rank": config.max_tokens_per_rank,
-        "timeout_s": config.timeout_s or DEFAULT_TIMEOUT_S.get(platform, DEFAULT_TIMEOUT_OTHER_S),
+        "timeout_s": default_timeout_s(config, platform),
     }
     if platform == "cuda":
         settings["num_sms"] = config.num_sms or 0
+        settings["low_latency"] = config.mode == "low_latency"
     peers = members.peers
     if not peers.are_several:
         return _make(native, settings)

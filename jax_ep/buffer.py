@@ -7,6 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Self
 
 import jax
@@ -135,6 +136,16 @@ class Buffer:
         return self._backend
 
     @property
+    def native_module(self) -> ModuleType | None:
+        """The compiled module that serves the buffer; None on the reference backend."""
+        return self._native
+
+    @property
+    def peers(self) -> _bootstrap.Peers:
+        """The processes that share the buffer."""
+        return self._peers
+
+    @property
     def id(self) -> int:
         """Number of this buffer, the same in all its processes, never given twice in any of them;
         negative on the reference."""
@@ -185,7 +196,7 @@ class Buffer:
             EpTimeoutError: a rank waited for a peer past the deadline.
             EpMismatchError: ranks met with different operations.
             EpDataError: ``topk_idx`` held out-of-range or duplicate experts.
-            EpUsageError: the buffer is closed.
+            EpUsageError: the buffer is closed, or (on GPUs) a half came out of turn.
         """
         self.require_open("check")
         if self._native is None:
@@ -317,10 +328,14 @@ def _fingerprint(config: EpConfig, mesh: Mesh, axes: tuple[str, ...], backend: s
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _peer_error(records: Sequence[dict[str, Any]]) -> EpTimeoutError | EpMismatchError:
-    # A mismatch is a cause, a timeout often its consequence on other ranks.
-    ordered = sorted(records, key=lambda record: (record["kind"] != "mismatch", record["rank"]))
+def _peer_error(
+    records: Sequence[dict[str, Any]],
+) -> EpTimeoutError | EpMismatchError | EpUsageError:
+    # A timeout is often the consequence of what went wrong on another rank.
+    ordered = sorted(records, key=lambda record: (record["kind"] == "timeout", record["rank"]))
     first = ordered[0]
+    if first["kind"] == "usage":
+        return EpUsageError(first["message"])
     error = EpMismatchError if first["kind"] == "mismatch" else EpTimeoutError
     others = "" if len(ordered) == 1 else f" ({len(ordered)} ranks reported, see .records)"
     return error(f"{first['message']}{others}; call Buffer.reset() before using it again", ordered)

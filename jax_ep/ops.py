@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _order, _reference, _vjp
+from . import _reference, _vjp
+from ._order import hold
 from ._primitives import cast_varying
 from .buffer import Buffer
 from .config import positive_int
 from .errors import EpUsageError
 from .routed import Handle, Routed, RouteLayout
+from .routing import Routing
 
 MAX_CAPACITY = 2**31 - 1  # rows are numbered in int32
 
@@ -19,9 +21,10 @@ MAX_CAPACITY = 2**31 - 1  # rows are numbered in int32
 def dispatch(
     buffer: Buffer,
     x: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
+    topk_idx: jax.Array | None = None,
+    topk_weights: jax.Array | None = None,
     *,
+    routing: Routing | None = None,
     capacity: int | None = None,
     expert_alignment: int = 1,
     zero_tail: bool = True,
@@ -39,8 +42,10 @@ def dispatch(
             ``max_tokens_per_rank``.
         topk_idx: int32 ``[T, K]``, each token's experts out of all E; -1 stands for no expert. An
             entry outside [-1, E), and a token's later entry for an expert it already has, are
-            treated as -1 and recorded for ``buffer.check()``.
+            treated as -1 and recorded for ``buffer.check()``. Left out where ``routing`` is given.
         topk_weights: float32 ``[T, K]``.
+        routing: what ``route`` or ``notify_dispatch`` returned for these tokens' ``topk_idx``: no
+            counts are exchanged. It may be used any number of times.
         capacity: expert-major rows, static, a multiple of ``expert_alignment``. None stands
             for the most that can arrive, ``R * T * min(K, E_l)`` rows and ``E_l * (expert_alignment
             - 1)`` rows between segments, rounded up to a multiple and at least one multiple. Of a
@@ -55,8 +60,8 @@ def dispatch(
             expert-major row finds its token: for grouped matmuls that gather rows themselves. All
             other fields, and what combine takes, are the same; slots without a row are zero
             whatever ``zero_tail`` says.
-        after: what this operation must come after, where nothing else says so: a Routed, or an
-            array that an earlier operation has made. Their gradients then run in the reverse order.
+        after: what this operation must come after, where nothing else says so: a Routed, a Routing,
+            or an array that an earlier operation has made. Gradients then run in the reverse order.
             Operations that share no data need it where several processes share the buffer.
 
     Returns:
@@ -68,14 +73,18 @@ def dispatch(
     """
     _check_mode("dispatch", buffer, "high_throughput")
     _check_place("dispatch", buffer)
+    if routing is not None:
+        topk_idx = _check_routing(buffer, topk_idx, routing)
     _check_dispatch_arrays(buffer, x, topk_idx, topk_weights)
     layout = _layout(buffer, jnp.shape(x)[0], capacity, expert_alignment, zero_tail, expand)
-    x, topk_idx, topk_weights = cast_varying(
-        buffer.axis_names, jnp.asarray(x), jnp.asarray(topk_idx), jnp.asarray(topk_weights)
-    )
-    topk_weights = _ordered("dispatch", buffer, topk_weights, after)
     backend = _reference if buffer.backend == "reference" else _vjp
-    results = backend.dispatch(layout, x, topk_idx, topk_weights)
+    if routing is None:
+        operands, send = (x, topk_idx, topk_weights), backend.dispatch
+    else:
+        operands = (x, topk_idx, routing.row_index, routing.counts, topk_weights)
+        send = backend.dispatch_routed
+    *operands, topk_weights = cast_varying(buffer.axis_names, *map(jnp.asarray, operands))
+    results = send(layout, *operands, hold("dispatch", buffer.axis_names, topk_weights, after))
     tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows, row_map = results
     handle = Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=layout)
     return Routed(
@@ -123,16 +132,9 @@ def combine(buffer: Buffer, y: jax.Array, routed: Routed, *, after: Any = None) 
         handle.topk_idx,
         handle.recv_rows,
     )
-    weights = _ordered("combine", buffer, weights, after)
+    weights = hold("combine", buffer.axis_names, weights, after)
     backend = _reference if buffer.backend == "reference" else _vjp
     return backend.combine(handle.layout, y, weights, topk_idx, recv_rows)
-
-
-def _ordered(op: str, buffer: Buffer, operand: jax.Array, after: Any) -> jax.Array:
-    """An operand of the operation, not to be had before ``after``."""
-    if after is None:
-        return operand
-    return _order.hold(*cast_varying(buffer.axis_names, operand, _order.dependence(op, after)))
 
 
 def _check_mode(op: str, buffer: Buffer, mode: str) -> None:
@@ -180,16 +182,47 @@ def _check_place(op: str, buffer: Buffer) -> None:
 def _check_dispatch_arrays(buffer: Buffer, x: Any, topk_idx: Any, topk_weights: Any) -> None:
     config = buffer.config
     num_tokens = _check_rows("x", x, config.dtype, "T", config.hidden)
-    if num_tokens > config.max_tokens_per_rank:
-        raise EpUsageError(
-            f"x has {num_tokens} tokens on each rank, more than "
-            f"max_tokens_per_rank={config.max_tokens_per_rank}; raise "
-            "max_tokens_per_rank in the EpConfig, or split the call"
-        )
+    _check_num_tokens("x", num_tokens, config.max_tokens_per_rank)
     entries = (num_tokens, config.num_experts_per_tok)
     meaning = "[T, K] with x's T and the config's num_experts_per_tok"
     _check_array("topk_idx", topk_idx, np.dtype(np.int32), entries, meaning)
     _check_array("topk_weights", topk_weights, np.dtype(np.float32), entries, meaning)
+
+
+def _check_num_tokens(name: str, num_tokens: int, most: int) -> None:
+    if num_tokens > most:
+        raise EpUsageError(
+            f"{name} has {num_tokens} tokens on each rank, more than max_tokens_per_rank={most}; "
+            "raise max_tokens_per_rank in the EpConfig, or split the call"
+        )
+
+
+def _check_routing(buffer: Buffer, topk_idx: Any, routing: Any) -> jax.Array:
+    """Returns the routing's topk_idx."""
+    if not isinstance(routing, Routing):
+        raise EpUsageError(
+            f"routing={routing!r} is a {type(routing).__name__}; pass what route returned, or the "
+            "routing of a Notice"
+        )
+    if topk_idx is not None:
+        raise EpUsageError(
+            "dispatch was given topk_idx and a routing, which has one of its own; leave topk_idx "
+            "out"
+        )
+    group = routing.group
+    if (group.buffer_id, group.fingerprint) != (buffer.id, buffer.fingerprint):
+        raise EpUsageError(
+            f"routing was made by buffer {group.buffer_id}, not by buffer {buffer.id}; pass "
+            "dispatch the buffer that routed"
+        )
+    shape, _ = _shape_and_dtype("routing.topk_idx", routing.topk_idx)
+    int32 = np.dtype(np.int32)
+    _check_array("routing.topk_idx", routing.topk_idx, int32, shape, "")
+    _check_array("routing.row_index", routing.row_index, int32, shape, "that of routing.topk_idx")
+    counts = (buffer.num_ranks, buffer.config.num_experts)
+    meaning = "[R, E]; inside jax.shard_map a routing's arrays are split along their first axis"
+    _check_array("routing.counts", routing.counts, int32, counts, meaning)
+    return routing.topk_idx
 
 
 def _check_combine_arrays(buffer: Buffer, y: Any, routed: Any) -> None:

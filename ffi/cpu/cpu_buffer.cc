@@ -88,7 +88,14 @@ class Registry {
 }  // namespace
 
 CpuBuffer::CpuBuffer(int64_t id, const CpuBufferOptions& options)
-    : id_(id), options_(options), layout_(layout_of(options)) {
+    : id_(id),
+      options_(options),
+      layout_(layout_of(options)),
+      notices_(static_cast<int>(options.device_ordinals.size()), layout_.shape.num_ranks,
+               options.num_experts, [this](int group, int rank, int64_t num_words) {
+                 return is_here(group, rank) ? make_process_counters(num_words)
+                                             : MappedCounters::none();
+               }) {
   if (!options.processes.empty()) share_memory();
   char* memory = segment_ == nullptr
                      ? nullptr

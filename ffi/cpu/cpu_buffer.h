@@ -13,6 +13,7 @@
 #include "cpu/group.h"
 #include "transport/host_processes.h"
 #include "transport/host_segment.h"
+#include "transport/notice_board.h"
 
 namespace jax_ep {
 
@@ -49,6 +50,7 @@ class CpuBuffer {
   // By group; null where this process has no rank of it.
   std::vector<std::unique_ptr<Group>>& groups() { return groups_; }
   std::vector<Group*> groups_here() const;
+  NoticeBoard& notices() { return notices_; }
   std::optional<Place> find_device(int ordinal) const;
   int64_t window_bytes() const;
 
@@ -71,6 +73,9 @@ class CpuBuffer {
 
  private:
   std::chrono::nanoseconds timeout() const;
+  bool is_here(int group, int rank) const {
+    return options_.processes.empty() || options_.processes[group][rank] == options_.here;
+  }
   std::vector<int> all_processes() const;
   void share_memory();
   Membership membership_of(size_t group, char** memory) const;
@@ -80,6 +85,7 @@ class CpuBuffer {
   const WindowLayout layout_;
   std::unique_ptr<HostSegment> segment_;  // null where all is in this process
   std::unique_ptr<HostProcesses> processes_;
+  NoticeBoard notices_;
   std::vector<std::unique_ptr<Group>> groups_;
   std::unordered_map<int, Place> places_;
 };

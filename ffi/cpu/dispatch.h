@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/rank_context.h"
+#include "cpu/route.h"
 #include "protocol/numeric.h"
 #include "protocol/signals.h"
 
@@ -28,6 +29,9 @@ struct DispatchArgs {
   int32_t* row_map = nullptr;  // [capacity], slots; null: tokens are expert-major
   // Padded layout: the rows of every expert's own block. 0: experts lie one after another.
   int64_t expert_rows = 0;
+  // Where present, topk_idx is its sanitised one, clean_topk_idx is not written, and no counts are
+  // exchanged.
+  GivenRoute route = {};
 
   OperandView view() const { return {x, num_tokens, num_tokens, nullptr, nullptr, nullptr}; }
 };

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ BlockState state;
   __shared__ uint32_t destinations[2];
   const CombineGradParams& p = params.grad;
-  const LlTurn turn{true, true, nullptr, nullptr};
+  const LlTurn& turn = params.turn;
   const LlCounters counters = LlCounters::read(p.op);
   const LlOpening opening = LlOpening::read(p.op, turn);
   const OpContext ctx{p.op, state, counters.epoch(turn)};

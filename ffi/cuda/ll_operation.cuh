@@ -9,6 +9,7 @@
 
 #include "cuda/ll_window.h"
 #include "cuda/operation.cuh"
+#include "protocol/split.h"
 
 namespace jax_ep::gpu {
 
@@ -48,13 +49,16 @@ __device__ inline void check_in(const Operation& op, const LlTurn& turn,
 // All threads of all blocks decide alike. An operation out of turn would read or overwrite another
 // one's buffer: more than two starts without their done, a done that is not the oldest start's, a
 // fused operation between a start and its done.
-__device__ inline bool in_turn(const LlTurn& turn, const LlCounters& counters, uint32_t pending) {
+__device__ inline bool in_turn(const OpContext& ctx, const LlTurn& turn, const LlCounters& counters,
+                               const StartTicket& pending, uint32_t generation) {
   const uint64_t in_flight = counters.started - counters.done;
   if (turn.send && turn.receive) return in_flight == 0;
   if (turn.send) return in_flight < kNumBuffers;
-  return in_flight > 0 && pending == static_cast<uint32_t>(counters.epoch(turn));
+  return in_flight > 0 && same_ticket(pending, start_ticket(ctx.epoch, ctx.op.tag, generation));
 }
 
+// Of a done the record expects the epoch itself, of all others an earlier one: the texts of
+// kUsage tell them apart by that.
 __device__ inline void give_up_out_of_turn(const OpContext& ctx, const LlTurn& turn,
                                            const LlCounters& counters, uint32_t pending) {
   give_up(ctx, {ErrorKind::kUsage, ctx.op.kind, WaitFor::kStart, ctx.rank(), ctx.rank(), ctx.epoch,
@@ -73,7 +77,8 @@ __device__ inline int64_t ll_tag_offset(const OpContext& ctx) {
 struct LlOpening {
   uint32_t open;
   uint32_t poison;
-  uint32_t pending;  // of a done
+  uint32_t generation;
+  StartTicket pending;  // of a done
   int32_t rank_operand;
   // Of this thread's peer.
   uint64_t credit;
@@ -88,7 +93,8 @@ struct LlOpening {
     o.control = op.peers->control[peer];
     o.open = op.peers->open;
     o.rank_operand = *op.rank_operand;
-    o.pending = turn.send ? 0 : *turn.pending_epoch;
+    o.generation = op.peers->generation;
+    o.pending = turn.send ? StartTicket{} : StartTicket{turn.ticket[0], turn.ticket[1]};
     // Only stores depend on the credit, and they follow a branch on it.
     o.credit = load_relaxed<kSystemScope>(
         reinterpret_cast<uint64_t*>(op.control + control.credit(op.channel, peer)));
@@ -121,6 +127,16 @@ __device__ inline bool greet_ll(const OpContext& ctx, const LlTurn& turn,
   return check_rank_operand(ctx);
 }
 
+// One thread: what the program gets whether or not the operation begins.
+__device__ inline void write_turn_outputs(const OpContext& ctx, const LlTurn& turn,
+                                          uint32_t generation) {
+  if (turn.order_token != nullptr) *turn.order_token = 0.0f;
+  if (turn.ticket_out == nullptr) return;
+  const StartTicket ticket = start_ticket(ctx.epoch, ctx.op.tag, generation);
+  turn.ticket_out[0] = ticket.epoch;
+  turn.ticket_out[1] = ticket.check;
+}
+
 // All threads of all blocks: reads what the block needs of device memory and greets the peers.
 // False when the operation is aborted; otherwise the caller has check_in() to call. A block
 // barrier.
@@ -134,31 +150,30 @@ __device__ inline bool begin_ll(const OpContext& ctx, const LlTurn& turn,
     ctx.block.control[peer] = opening.control;
   }
   bool ready = opening.open != 0 && opening.poison == 0;
-  if (ready && !in_turn(turn, counters, opening.pending)) {
+  if (ready && !in_turn(ctx, turn, counters, opening.pending, opening.generation)) {
     ready = false;
     if (speaks_for_rank() && peer == 0) {
-      give_up_out_of_turn(ctx, turn, counters, opening.pending);
+      give_up_out_of_turn(ctx, turn, counters, opening.pending.epoch);
     }
   }
   if (ready && peer < op.num_ranks()) ready = greet_ll(ctx, turn, counters, opening);
-  if (peer == 0 && speaks_for_rank() && turn.epoch_out != nullptr) {
-    *turn.epoch_out = static_cast<uint32_t>(ctx.epoch);
-  }
+  if (peer == 0 && speaks_for_rank()) write_turn_outputs(ctx, turn, opening.generation);
   const bool begun = __syncthreads_and(ready);
   if (!begun) check_in(op, turn, counters);
   return begun;
 }
 
 // Threads of the speaking block, one per peer: the peer is at the same operation as we are. With
-// `waited`, how long it kept us waiting is added to it.
-__device__ inline void meet_peers(const OpContext& ctx, const int64_t* waited_before,
-                                  int64_t* waited) {
+// `waited`, how long it kept us waiting is added to it, modulo 2^32.
+__device__ inline void meet_peers(const OpContext& ctx, const uint32_t* waited_before,
+                                  uint32_t* waited) {
   const int peer = static_cast<int>(threadIdx.x);
   if (!speaks_for_rank() || peer >= ctx.num_ranks()) return;
   const uint64_t begin = waited != nullptr ? nanoseconds() : 0;
   check_tag(ctx, peer);
   if (waited == nullptr) return;
-  waited[peer] = waited_before[peer] + static_cast<int64_t>(nanoseconds() - begin);
+  const auto nanoseconds_here = static_cast<uint32_t>(nanoseconds() - begin);
+  waited[peer] = waited_before[peer] + (peer == ctx.rank() ? 0 : nanoseconds_here);
 }
 
 // One block of those that gave up overwrites the outputs, once all others have ended. They all end:

@@ -45,6 +45,13 @@ __device__ inline int64_t await_rows_before(const OpContext& ctx, int source, in
   return rows;
 }
 
+// Adds an expert's rows to the statistics, in arithmetic that may wrap.
+__device__ inline void count_rows(const LlDispatchParams& p, int expert, int rows) {
+  if (p.expert_tokens == nullptr) return;
+  p.expert_tokens[expert] = static_cast<int32_t>(
+      static_cast<uint32_t>(p.expert_tokens_before[expert]) + static_cast<uint32_t>(rows));
+}
+
 // Each expert has a place of R * T rows. The counts come before the records do, so that a block
 // that has gathered them knows a row as soon as it has the record; with very many experts, a thread
 // awaits those that it needs.
@@ -88,7 +95,7 @@ class PaddedPlaces {
         p_.group_sizes[e] = rows;
         p_.valid_sizes[e] = rows;
         if (e == 0) *p_.num_dropped = 0;
-        if (p_.expert_tokens != nullptr) p_.expert_tokens[e] = p_.expert_tokens_before[e] + rows;
+        count_rows(p_, e, rows);
       }
       for (int64_t i = rows + lane_id(); i < rows_of_expert(); i += kWarp) {
         p_.weights[e * rows_of_expert() + i] = 0.0f;
@@ -163,8 +170,7 @@ class CompactPlaces {
     for (int64_t r = total + thread; r < p_.capacity; r += threads) p_.weights[r] = 0.0f;
     if (p_.expert_tokens != nullptr && blockIdx.x == 0) {
       for (int e = threadIdx.x; e < num_local_; e += blockDim.x) {
-        const ExpertSegment segment = segment_of(place_, ctx_.num_ranks(), e);
-        p_.expert_tokens[e] = p_.expert_tokens_before[e] + static_cast<int>(segment.true_rows);
+        count_rows(p_, e, segment_of(place_, ctx_.num_ranks(), e).group_size(p_.capacity));
       }
     }
     if (!p_.zero_tail) return;

@@ -20,12 +20,13 @@ constexpr uint32_t kSentinel = 0xFFFFFFFFu;
 struct LlTurn {
   bool send;
   bool receive;
-  uint32_t* epoch_out;            // of a start: what its done must be given; may be null
-  const uint32_t* pending_epoch;  // of a done: what its start gave
+  uint32_t* ticket_out;    // [2] of a start: the StartTicket that its done must be given
+  const uint32_t* ticket;  // [2] of a done: what its start gave
+  float* order_token;      // [] or null: gets 0; whoever depends on it comes after the launch
 
-  static LlTurn fused() { return {true, true, nullptr, nullptr}; }
-  static LlTurn start(uint32_t* epoch) { return {true, false, epoch, nullptr}; }
-  static LlTurn done(const uint32_t* epoch) { return {false, true, nullptr, epoch}; }
+  static LlTurn fused() { return {true, true, nullptr, nullptr, nullptr}; }
+  static LlTurn start(uint32_t* ticket) { return {true, false, ticket, nullptr, nullptr}; }
+  static LlTurn done(const uint32_t* ticket) { return {false, true, nullptr, ticket, nullptr}; }
 };
 
 // A block takes items of (token, part of its columns) in turn; a column is what one thread moves.

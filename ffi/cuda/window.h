@@ -18,6 +18,7 @@ constexpr int kMaxRanks = 64;
 // exits: a graph that is replayed after close() reads open == 0 and touches nothing.
 struct PeerTable {
   uint32_t open;
+  uint32_t generation;  // resets so far: tickets of starts from before the last are stale
   char* window[kMaxRanks];
   char* control[kMaxRanks];
 };
