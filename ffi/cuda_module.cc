@@ -77,6 +77,16 @@ void join_buffer(int64_t id, const std::vector<nb::bytes>& offers) {
   buffer->join(bytes);
 }
 
+std::vector<std::string> absent_processes(int64_t id) {
+  std::vector<std::string> absent;
+  for (const auto& group : require_buffer(id)->groups()) {
+    for (int rank : group->ranks_gone()) {
+      absent.push_back("the process of rank " + std::to_string(rank) + ", which has closed it");
+    }
+  }
+  return absent;
+}
+
 void drain_buffer(int64_t id) {
   auto buffer = require_buffer(id);
   nb::gil_scoped_release release;
@@ -148,6 +158,7 @@ NB_MODULE(_ffi_cuda, m) {
   m.def("next_buffer_id", &next_cuda_buffer_id);
   m.def("memory_offer", &memory_offer, "id"_a);
   m.def("join_buffer", &join_buffer, "id"_a, "offers"_a);
+  m.def("absent_processes", &absent_processes, "id"_a);
   m.def("drain_buffer", &drain_buffer, "id"_a);
   m.def("close_buffer", &close_buffer, "id"_a);
   m.def("reset_buffer", &reset_buffer, "id"_a);

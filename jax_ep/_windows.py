@@ -1,5 +1,6 @@
 """Makes, compares and resets the native side of a buffer, in one process or in several together."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -7,6 +8,7 @@ import math
 import os
 import pathlib
 import platform as machine
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -112,10 +114,13 @@ def create(
     peers = members.peers
     if not peers.are_several:
         return _make(native, settings)
-    settings["id"] = _agreed_id(native, peers)
-    settings["processes"], settings["here"] = members.processes(), peers.here
+    settings["id"] = _agreed_id(native, platform, peers)
     try:
-        _share(native, settings, peers)
+        if platform == "cuda":
+            _share_gpus(native, settings, peers)
+        else:
+            settings["processes"], settings["here"] = members.processes(), peers.here
+            _share(native, settings, peers)
     except BaseException:
         native.close_buffer(settings["id"])
         raise
@@ -146,16 +151,22 @@ def reset(native: ModuleType, buffer_id: int, peers: Peers) -> None:
 
 
 def _make(native: ModuleType, settings: dict[str, Any]) -> int:
-    """Makes a native buffer; its errors come with the classes of ours."""
-    try:
+    with _errors_of_ours():
         return native.create_buffer(**settings)
+
+
+@contextlib.contextmanager
+def _errors_of_ours() -> Iterator[None]:
+    """Errors of the native module come with the classes of ours."""
+    try:
+        yield
     except ValueError as error:
         raise EpUsageError(str(error)) from error
     except RuntimeError as error:
         raise EpError(f"no buffer could be made: {error}") from error
 
 
-def _agreed_id(native: ModuleType, peers: Peers) -> int:
+def _agreed_id(native: ModuleType, platform: str, peers: Peers) -> int:
     """An id that is new in every process, all of which share a host and a user."""
     own = {
         "id": native.next_buffer_id(),
@@ -169,9 +180,9 @@ def _agreed_id(native: ModuleType, peers: Peers) -> int:
         if any(other[name] != first[name] for name in ("boot", "user")):
             raise EpUsageError(
                 f"process {peers.processes[0]} is on host {first['host']} as user {first['user']}, "
-                f"process {process} on host {other['host']} as user {other['user']}; CPU devices "
-                "exchange rows through memory that one user's processes share on one host, so "
-                "start all processes there, or pass backend='reference'"
+                f"process {process} on host {other['host']} as user {other['user']}; {platform} "
+                "devices exchange rows through memory that one user's processes share on one host, "
+                "so start all processes there, or pass backend='reference'"
             )
     return max(other["id"] for other in everyone)
 
@@ -190,3 +201,16 @@ def _share(native: ModuleType, settings: dict[str, Any], peers: Peers) -> None:
             _make(native, settings | {"segment_offer": offer})
     peers.gather("map shared memory", b"")
     native.join_buffer(buffer_id)
+
+
+def _share_gpus(native: ModuleType, settings: dict[str, Any], peers: Peers) -> None:
+    """Every process takes memory for its own ranks and maps that of all others."""
+    buffer_id = settings["id"]
+    with peers.failures_told():
+        _make(native, settings)
+        with _errors_of_ours():
+            offer = native.memory_offer(buffer_id)
+    offers = peers.gather("offer windows", offer)
+    with peers.failures_told(), _errors_of_ours():
+        native.join_buffer(buffer_id, offers)
+    peers.gather("map windows", b"")

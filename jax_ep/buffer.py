@@ -79,7 +79,7 @@ class Buffer:
             )
         self._mesh = mesh
         self._config = config
-        platform = _one_platform(mesh, backend)
+        platform = _one_platform(mesh)
         self._peers = _bootstrap.Peers.of(mesh, exchange)
         with self._peers.failures_told():
             self._axis_names = _checked_axes(mesh, axis_name)
@@ -279,20 +279,12 @@ def _checked_axes(mesh: Mesh, axis_name: str | Sequence[str]) -> tuple[str, ...]
     return axes
 
 
-def _one_platform(mesh: Mesh, backend: str) -> str:
+def _one_platform(mesh: Mesh) -> str:
     devices = list(mesh.devices.flat)
     platforms = sorted({device.platform for device in devices})
     if len(platforms) > 1:
         raise EpUsageError(
             f"mesh has devices of {platforms}; build it from devices of one platform"
-        )
-    here = devices[0].client.process_index()
-    far = [device for device in devices if device.process_index != here]
-    if far and backend != "reference" and platforms[0] in ("gpu", "cuda", "rocm"):
-        raise EpUsageError(
-            f"mesh has {len(far)} devices of other processes (the first is {far[0]}); on GPUs this "
-            "version serves one process, so build the mesh from jax.local_devices(), or pass "
-            "backend='reference'"
         )
     return _native.platform_of(devices[0])
 

@@ -201,6 +201,15 @@ std::optional<DataFaults> CudaGroup::take_data_faults() {
   return faults;
 }
 
+std::vector<int> CudaGroup::ranks_gone() const {
+  const std::vector<CudaRank*> here = ranks_here();
+  std::vector<int> gone;
+  for (int r = 0; !here.empty() && r < num_ranks(); ++r) {
+    if (ranks_[r] == nullptr && here[0]->all_left({r})) gone.push_back(r);
+  }
+  return gone;
+}
+
 void CudaGroup::reset() {
   for (CudaRank* rank : ranks_here()) rank->clear();
   std::lock_guard<std::mutex> lock(mutex_);

@@ -48,6 +48,9 @@ class CudaGroup {
   // 0 where this process has no rank of the group.
   uint64_t epochs(Channel channel);
 
+  // Ranks of other processes that have closed the buffer.
+  std::vector<int> ranks_gone() const;
+
   // The caller has waited for all operations to end.
   void reset();
   void shut();

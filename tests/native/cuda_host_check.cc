@@ -270,8 +270,10 @@ void check_ranks_of_several_processes() {
   // A window goes only when the other process has unmapped it.
   const int64_t window_bytes = here.layout.total_bytes();
   const int64_t before = fake_cuda().used_bytes;
+  CHECK(second->group(0).ranks_gone().empty());
   close_cuda_buffer(first->id());
   free_what_all_have_left();
+  CHECK(second->group(0).ranks_gone() == std::vector<int>{0});
   CHECK(before - fake_cuda().used_bytes < window_bytes);
   CHECK(fake_cuda().mapped == 2);  // the second's, of both kinds
   close_cuda_buffer(second->id());

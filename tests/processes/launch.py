@@ -72,13 +72,17 @@ def job(
     *,
     processes: int,
     devices: int = 1,
+    gpus: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[Job]:
-    """A job of ``processes`` workers with ``devices`` CPU devices each; none outlives the block."""
+    """A job of ``processes`` workers with ``devices`` CPU devices each, or with the GPU of its own
+    number; none outlives the block."""
     folder.mkdir(parents=True, exist_ok=True)
     port = _free_port()
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    if gpus:  # beside the test's own process, which may have taken most of their memory
+        environment |= {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     workers = []
     try:
         for process in range(processes):
@@ -87,7 +91,7 @@ def job(
                 str(WORKER),
                 scenario,
                 str(folder),
-                json.dumps(settings or {}),
+                json.dumps({**(settings or {}), "gpus": gpus}),
             ]
             command += [f"127.0.0.1:{port}", str(processes), str(process)]
             with open(folder / f"{process}.log", "wb") as log:

@@ -9,6 +9,7 @@ TESTS = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "processes"), str(TESTS.parent / "examples")]
 
 import fault_scenarios  # noqa: E402
+import gpu_scenarios  # noqa: E402
 import jax  # noqa: E402  (after the path)
 import scenarios  # noqa: E402
 
@@ -22,8 +23,10 @@ def main() -> None:
         process=int(process),
     )
     world.before_joining()
-    jax.distributed.initialize(address, world.num_processes, world.process)
-    found = getattr(scenarios, name, None) or getattr(fault_scenarios, name)
+    own_gpu = [world.process] if world.settings["gpus"] else None
+    jax.distributed.initialize(address, world.num_processes, world.process, own_gpu)
+    modules = (scenarios, fault_scenarios, gpu_scenarios)
+    found = next(getattr(module, name) for module in modules if hasattr(module, name))
     results = found(world)
     (world.folder / f"{world.process}.json").write_text(json.dumps(results))
     sys.stdout.flush()

@@ -71,5 +71,7 @@ def test_what_after_cannot_be(after, rng):
         def program(x, topk_idx, topk_weights):
             return jax_ep.dispatch(buffer, x, topk_idx, topk_weights, after=after).tokens
 
-        with pytest.raises(jax_ep.EpUsageError, match=r"dispatch: after=.*pass a Routed.*or an arr"):
+        with pytest.raises(
+            jax_ep.EpUsageError, match=r"dispatch: after=.*pass a Routed.*or an arr"
+        ):
             programs.sharded(buffer, program)(inputs.x, inputs.topk_idx, inputs.topk_weights)
