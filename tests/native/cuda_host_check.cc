@@ -19,6 +19,7 @@ namespace jax_ep::gpu {
 
 // In place of what nvcc compiles.
 cudaError_t prepare_dispatch() { return cudaSuccess; }
+cudaError_t prepare_notify() { return cudaSuccess; }
 cudaError_t prepare_combine() { return cudaSuccess; }
 cudaError_t prepare_combine_grad() { return cudaSuccess; }
 cudaError_t prepare_ll_dispatch() { return cudaSuccess; }
