@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda/cuda_group.h"
+#include "transport/notice_board.h"
 
 namespace jax_ep::gpu {
 
@@ -43,6 +44,7 @@ class CudaBuffer {
   int num_ranks() const { return shape().num_ranks; }
   const CudaGroup& group(int group) const { return *groups_[group]; }
   const std::vector<std::unique_ptr<CudaGroup>>& groups() const { return groups_; }
+  NoticeBoard& notices() { return notices_; }
   std::optional<Place> find_device(int ordinal) const;
   int64_t window_bytes() const;
 
@@ -69,6 +71,7 @@ class CudaBuffer {
   const CudaBufferOptions options_;
   const CudaSettings settings_;
   std::vector<std::unique_ptr<CudaGroup>> groups_;
+  NoticeBoard notices_;  // after the groups, which find out whether the devices are any
   std::unordered_map<int, Place> places_;
   std::vector<int> ordinals_;
 };
