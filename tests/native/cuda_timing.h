@@ -40,8 +40,8 @@ inline int64_t time_shape(uint64_t seed, int num_tokens, const std::vector<int>&
   c.capacity = Capacity::kTight;
   c.num_sms = 64;
   World world(c, seed, 2.0);
-  const int64_t wrong =
-      check_round(world, false, "timing shape") + check_notify(world, false, "timing shape");
+  int64_t wrong = check_notify(world, false, "timing shape");
+  wrong += check_round(world, false, "timing shape");
   std::printf(
       "T=%d H=7168 K=8 E=256 bf16, us (each twice)\n%5s %15s %15s %15s %15s %15s %15s %15s %15s "
       "%15s %15s\n",
