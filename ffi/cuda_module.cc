@@ -87,6 +87,7 @@ nb::dict stats(int64_t id) {
   result["num_sms"] = buffer->group(0).rank(0).num_sms();
   result["launches"] = buffer->num_launches.load();
   result["captured_launches"] = buffer->num_captures.load();
+  result["notify_returned_ns"] = buffer->notify_returned_ns.load();
   return result;
 }
 

@@ -63,6 +63,9 @@ class CudaBuffer {
   // Launches by handlers, and how many of them went into a graph that XLA was capturing.
   std::atomic<uint64_t> num_launches{0};
   std::atomic<uint64_t> num_captures{0};
+  // When a handler of notify last returned, by the steady clock: from there on counts are waited
+  // for.
+  std::atomic<int64_t> notify_returned_ns{0};
 
  private:
   bool wait_idle() const;

@@ -3,6 +3,7 @@
 // them once and replay the launches as a graph.
 #include "handlers/cuda_handlers.h"
 
+#include <chrono>
 #include <string>
 #include <type_traits>
 
@@ -97,7 +98,10 @@ ffi::Error notify(const CudaCall& call, const NotifyOperands& operands) {
   params.row_index = data<int32_t>(operands.row_index);
   params.counts = data<int32_t>(operands.counts);
   params.counters = resolved.buffer->notices().counters(resolved.place.group, resolved.place.rank);
-  return launch_on(call, *resolved.buffer, OpKind::kNotify, params, launch_notify);
+  ffi::Error error = launch_on(call, *resolved.buffer, OpKind::kNotify, params, launch_notify);
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  resolved.buffer->notify_returned_ns = std::chrono::nanoseconds(now).count();
+  return error;
 }
 
 ffi::Error combine(const CudaCall& call, const CombineOperands& operands) {
