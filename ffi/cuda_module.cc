@@ -21,6 +21,9 @@ namespace {
 nb::dict registrations() {
   nb::dict targets;
   targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_cuda);
+  targets["jax_ep_dispatch_routed"] =
+      handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_routed_cuda);
+  targets["jax_ep_notify"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_notify_cuda);
   targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_cuda);
   targets["jax_ep_combine_grad"] =
       handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_grad_cuda);
@@ -119,6 +122,7 @@ nb::dict stats(int64_t id) {
   result["num_sms"] = buffer->num_sms();
   result["launches"] = buffer->num_launches.load();
   result["captured_launches"] = buffer->num_captures.load();
+  result["notify_returned_ns"] = buffer->notify_returned_ns.load();
   return result;
 }
 
@@ -144,6 +148,13 @@ nb::object take_data_faults(int64_t id) {
 
 nb::list error_records(int64_t id) { return error_list(*require_buffer(id)); }
 
+int64_t next_ticket(int64_t id) { return require_buffer(id)->notices().next_ticket(); }
+
+nb::dict read_notice(int64_t id, int64_t ticket, double wait_s) {
+  auto buffer = require_buffer(id);
+  return to_dict(wait_for_notice(buffer->notices(), ticket, wait_s));
+}
+
 }  // namespace
 }  // namespace jax_ep::gpu
 
@@ -166,6 +177,9 @@ NB_MODULE(_ffi_cuda, m) {
   m.def("stats", &stats, "id"_a);
   m.def("take_data_faults", &take_data_faults, "id"_a);
   m.def("error_records", &error_records, "id"_a);
+  m.def("next_ticket", &next_ticket, "id"_a);
+  m.def("read_notice", &read_notice, "id"_a, "ticket"_a, "wait_s"_a);
+  m.attr("num_notice_slots") = jax_ep::kNoticeSlots;
   m.def("default_num_sms", &default_num_sms, "device_sms"_a);
   m.def("most_num_sms", &most_num_sms, "device_sms"_a);
   m.attr("has_test_hooks") = false;

@@ -14,6 +14,9 @@ from .systems import OPS
 NATIVE = ("native",)
 BOTH_NATIVE = ("native", "native_unexpanded")
 LOW_LATENCY = ("low_latency_compact", "low_latency_padded")
+# Counts ahead of a dispatch and rows along the routing, beside plain dispatch.
+NOTIFIED = ("native", "native_notified")
+NOTIFY = ("notify", "dispatch")
 # Ragged takes a hundred times as long as the others, so it comes apart from them, and later.
 XLA = ("padded_all_to_all", "all_gather")
 RAGGED = ("ragged_all_to_all",)
@@ -31,7 +34,7 @@ class Point:
         T, H, K, E: as in ``tests/cases.py``.
         num_sms: of our kernels; None for their default.
         systems: names.
-        ops: names, of ``systems.OPS``.
+        ops: names, of ``systems.ALL_OPS``.
     """
 
     T: int
@@ -46,6 +49,7 @@ class Point:
     def name(self) -> str:
         """For example T4096-H7168-K8-64sm; without num_sms, the systems stand last."""
         groups = {XLA: "xla", RAGGED: "ragged", LOW_LATENCY: "low_latency"}
+        groups |= {NOTIFIED: "notified"}
         systems = groups.get(self.systems, "+".join(self.systems))
         last = systems if self.num_sms is None else f"{self.num_sms}sm"
         return f"T{self.T}-H{self.H}-K{self.K}-{last}"
@@ -56,6 +60,8 @@ DEFAULT = (
     Point(T=4096, num_sms=24, systems=BOTH_NATIVE),
     Point(T=4096, num_sms=48),
     Point(T=1024, num_sms=64, ops=OPS),
+    Point(T=4096, systems=NOTIFIED, ops=NOTIFY),
+    Point(T=1024, systems=NOTIFIED, ops=NOTIFY),
     Point(T=128, systems=LOW_LATENCY),
     Point(T=8, systems=LOW_LATENCY),
     Point(T=128, num_sms=100, systems=LOW_LATENCY),

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "transport/cuda_counters.h"
+
 namespace jax_ep::gpu {
 
 namespace {
@@ -29,6 +31,15 @@ CudaSettings settings_of(const CudaBufferOptions& options) {
           options.num_sms,
           std::chrono::duration_cast<std::chrono::nanoseconds>(
               std::chrono::duration<double>(options.timeout_s))};
+}
+
+std::vector<std::unique_ptr<CudaGroup>> make_groups(const CudaBufferOptions& options,
+                                                    const CudaSettings& settings) {
+  std::vector<std::unique_ptr<CudaGroup>> groups;
+  for (const std::vector<int>& ordinals : options.device_ordinals) {
+    groups.push_back(std::make_unique<CudaGroup>(settings, ordinals));
+  }
+  return groups;
 }
 
 // Open buffers. Never destroyed: programs may ask for a buffer while the process ends.
@@ -79,10 +90,18 @@ class Registry {
 }  // namespace
 
 CudaBuffer::CudaBuffer(int64_t id, const CudaBufferOptions& options)
-    : id_(id), options_(options), settings_(settings_of(options)) {
+    : id_(id),
+      options_(options),
+      settings_(settings_of(options)),
+      groups_(make_groups(options, settings_)),
+      notices_(static_cast<int>(options.device_ordinals.size()), num_ranks(), options.num_experts,
+               [&options](int group, int rank, int64_t num_words) {
+                 const int ordinal = options.device_ordinals[group][rank];
+                 return ordinal < 0 ? MappedCounters::none()
+                                    : make_mapped_counters(ordinal, num_words);
+               }) {
   for (size_t group = 0; group < options.device_ordinals.size(); ++group) {
     const std::vector<int>& ordinals = options.device_ordinals[group];
-    groups_.push_back(std::make_unique<CudaGroup>(settings_, ordinals));
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
       if (ordinals[rank] < 0) continue;
       places_[ordinals[rank]] = {static_cast<int>(group), static_cast<int>(rank)};

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda/cuda_group.h"
+#include "transport/notice_board.h"
 
 namespace jax_ep::gpu {
 
@@ -43,6 +44,7 @@ class CudaBuffer {
   int num_ranks() const { return shape().num_ranks; }
   const CudaGroup& group(int group) const { return *groups_[group]; }
   const std::vector<std::unique_ptr<CudaGroup>>& groups() const { return groups_; }
+  NoticeBoard& notices() { return notices_; }
   std::optional<Place> find_device(int ordinal) const;
   // Whether ranks live in other processes.
   bool is_shared() const;
@@ -69,6 +71,9 @@ class CudaBuffer {
   // Launches by handlers, and how many of them went into a graph that XLA was capturing.
   std::atomic<uint64_t> num_launches{0};
   std::atomic<uint64_t> num_captures{0};
+  // When a handler of notify last returned, by the steady clock: from there on counts are waited
+  // for.
+  std::atomic<int64_t> notify_returned_ns{0};
 
  private:
   bool wait_idle() const;
@@ -77,6 +82,7 @@ class CudaBuffer {
   const CudaBufferOptions options_;
   const CudaSettings settings_;
   std::vector<std::unique_ptr<CudaGroup>> groups_;
+  NoticeBoard notices_;  // after the groups, which find out whether the devices are any
   std::unordered_map<int, Place> places_;
   std::vector<int> ordinals_;
 };

@@ -10,6 +10,7 @@
 #include "cuda/ll_combine.h"
 #include "cuda/ll_combine_grad.h"
 #include "cuda/ll_dispatch.h"
+#include "cuda/notify.h"
 #include "protocol/epochs.h"
 
 namespace jax_ep::gpu {
@@ -57,7 +58,8 @@ using Prepare = cudaError_t (*)();
 
 void load_kernels(int ordinal, const WindowShape& shape) {
   const DeviceGuard guard(ordinal);
-  std::vector<Prepare> kernels{prepare_dispatch, prepare_combine, prepare_combine_grad};
+  std::vector<Prepare> kernels{prepare_dispatch, prepare_combine, prepare_combine_grad,
+                               prepare_notify};
   if (shape.records) kernels = {prepare_ll_dispatch, prepare_ll_combine, prepare_ll_combine_grad};
   for (const Prepare prepare : kernels) {
     const cudaError_t status = prepare();

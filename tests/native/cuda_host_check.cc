@@ -19,6 +19,7 @@ namespace jax_ep::gpu {
 
 // In place of what nvcc compiles.
 cudaError_t prepare_dispatch() { return cudaSuccess; }
+cudaError_t prepare_notify() { return cudaSuccess; }
 cudaError_t prepare_combine() { return cudaSuccess; }
 cudaError_t prepare_combine_grad() { return cudaSuccess; }
 cudaError_t prepare_ll_dispatch() { return cudaSuccess; }
@@ -164,6 +165,33 @@ void check_low_latency() {
   close_cuda_buffer(buffer->id());
 }
 
+// Each rank has counters of its own, at an address for either side, and the host reads what
+// kernels leave there.
+void check_notices() {
+  using Clock = NoticeBoard::Clock;
+  const auto buffer = make_buffer(options({{0, 1}}));
+  NoticeBoard& board = buffer->notices();
+  const NoticeLayout notice{8};
+  const uint32_t ticket = board.next_ticket();
+  CHECK(ticket == 1 && board.next_ticket() == 2);
+  const auto tell = [&](int rank, uint32_t given, uint32_t rows) {
+    uint64_t* words = board.counters(0, rank).first;
+    words[notice.recv_tokens(given)] = ticket_word(given, rows);
+    for (int e = 0; e < 8; ++e) words[notice.expert_tokens(given, e)] = ticket_word(given, e);
+  };
+  CHECK(board.counters(0, 0).first != board.counters(0, 1).first);
+  tell(0, ticket, 5);
+  const NoticeReading pending = board.read(ticket, Clock::now());
+  CHECK(pending.state == CounterState::kPending && pending.rank == 1 && pending.counter == 0);
+  tell(1, ticket, 6);
+  const NoticeReading ready = board.read(ticket, Clock::now());
+  CHECK(ready.state == CounterState::kReady && ready.values.size() == 18);
+  CHECK(ready.values[0] == 5 && ready.values[9] == 6 && ready.values[17] == 7);
+  tell(0, ticket + kNoticeSlots, 9);
+  CHECK(board.read(ticket, Clock::now()).state == CounterState::kReused);
+  close_cuda_buffer(buffer->id());
+}
+
 void check_groups_of_one() {
   const auto buffer = make_buffer(options({{0}, {1}}));
   CHECK(buffer->window_bytes() == 0 && buffer->groups().size() == 2);
@@ -290,6 +318,7 @@ int main() {
   check_operations();
   check_reports();
   check_low_latency();
+  check_notices();
   check_groups_of_one();
   check_closing();
   check_refusals();
