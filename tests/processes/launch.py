@@ -72,11 +72,11 @@ def job(
     *,
     processes: int,
     devices: int = 1,
-    gpus: bool = False,
+    gpus: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[Job]:
-    """A job of ``processes`` workers with ``devices`` CPU devices each, or with the GPU of its own
-    number; none outlives the block."""
+    """A job of ``processes`` workers with ``devices`` CPU devices each, or with one of ``gpus``,
+    which they share where there are fewer; none outlives the block."""
     folder.mkdir(parents=True, exist_ok=True)
     port = _free_port()
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

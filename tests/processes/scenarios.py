@@ -47,8 +47,8 @@ class World:
         (self.folder / f"{name}-{self.process}").write_text("")
 
 
-def expert_mesh(num_ranks: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:num_ranks]), ("expert",))
+def expert_mesh(num_ranks: int, platform: str | None = None) -> Mesh:
+    return Mesh(np.array(jax.devices(platform)[:num_ranks]), ("expert",))
 
 
 def spread(mesh: Mesh, array: np.ndarray) -> jax.Array:

@@ -68,13 +68,15 @@ def test_two_jobs_at_once_do_not_meet(tmp_path):
         assert_bits_of_one_process(tmp_path / f"{seed}", 2, names, seed)
 
 
-def assert_bits_of_one_process(folder, num_processes: int, names: list[str], seed: int) -> None:
+def assert_bits_of_one_process(
+    folder, num_processes: int, names: list[str], seed: int, platform: str | None = None
+) -> None:
     """Runs the cases in this process and compares them with a job's, and with the oracle."""
     seen = saved_by_rank(folder, num_processes)
     for name in names:
         case = TABLE[name]
         problem = scenarios.problem_of(case, seed)
-        results = scenarios.case_results(case, scenarios.expert_mesh(case.R), seed)
+        results = scenarios.case_results(case, scenarios.expert_mesh(case.R, platform), seed)
         for key, array in results.items():
             expected = [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
             got = [part for _, part in sorted(seen[f"{name}/{key}"].items())]

@@ -23,7 +23,8 @@ def main() -> None:
         process=int(process),
     )
     world.before_joining()
-    own_gpu = [world.process] if world.settings["gpus"] else None
+    gpus = world.settings["gpus"]
+    own_gpu = [world.process % gpus] if gpus else None
     jax.distributed.initialize(address, world.num_processes, world.process, own_gpu)
     modules = (scenarios, fault_scenarios, gpu_scenarios)
     found = next(getattr(module, name) for module in modules if hasattr(module, name))
