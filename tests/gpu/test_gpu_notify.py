@@ -16,7 +16,7 @@ from fault_programs import sleeper
 from notify_programs import on_mesh, true_counts, true_sizes
 
 import jax_ep
-from jax_ep import ops
+from jax_ep import _route
 from jax_ep.notify import Notice
 
 CASE = dataclasses.replace(on_cpu.CASE, name="gpu_notify", R=2)
@@ -152,7 +152,7 @@ def test_every_replay_of_a_graph_has_its_ticket(num_gpus, rng):
     case = gpu_world.on_ranks(cases.Case(name="replay", T=64, H=16, K=4, E=16, R=2), num_gpus)
     steps, in_a_row = 200, 8
     with gpu_world.make_buffer(case) as buffer:
-        group, module = ops.routing_group(buffer), buffer.native_module
+        group, module = _route.routing_group(buffer), buffer.native_module
         tickets = [module.next_ticket(buffer.id) for _ in range(steps * in_a_row)]
         first = rng.integers(case.E, size=case.R * case.T).astype(np.int32)
         spread = case.E // case.K
@@ -165,7 +165,7 @@ def test_every_replay_of_a_graph_has_its_ticket(num_gpus, rng):
                 at, given = at_and_tickets
                 for i in range(in_a_row):
                     idx = experts(first, at * in_a_row + i).astype(jnp.int32)
-                    routing = ops.routing_of(buffer.backend, group, idx, given[i])
+                    routing = _route.routing_of(buffer.backend, group, idx, given[i])
                     total = total + routing.counts.sum()
                 return total, None
 
@@ -254,10 +254,10 @@ def test_a_rank_that_comes_too_late(rng):
     through, armed = sleeper(late, seconds)
     topk_idx = cases.make_inputs(CASE, rng).topk_idx
     with gpu_world.make_buffer(CASE, timeout_s=TIMEOUT_S) as buffer:
-        group, module = ops.routing_group(buffer), buffer.native_module
+        group, module = _route.routing_group(buffer), buffer.native_module
 
         def shard(topk_idx, ticket):
-            return ops.routing_of(buffer.backend, group, through("expert", topk_idx), ticket)
+            return _route.routing_of(buffer.backend, group, through("expert", topk_idx), ticket)
 
         specs = (jax.P("expert"), jax.P())
         program = jax.jit(programs.sharded(buffer, shard, in_specs=specs, check_vma=False))

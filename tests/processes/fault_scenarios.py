@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import programs
-from scenarios import World, bits, expert_mesh, spread
+from scenarios import World, bits, compiled, expert_mesh, spread
 
 import jax_ep
 from jax_ep import _bootstrap, _windows
@@ -30,7 +30,7 @@ def dispatch_of(buffer: jax_ep.Buffer, case: cases.Case):
     def program(x, topk_idx, topk_weights):
         return programs.dispatch(buffer, case, x, topk_idx, topk_weights).tokens
 
-    run = jax.jit(programs.sharded(buffer, program))
+    run = compiled(buffer, program)
     return lambda: jax.block_until_ready(run(*arguments))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import case_check
 import cases
 import jax
-import jax.numpy as jnp
 import numpy as np
 import programs
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -34,10 +33,6 @@ class World:
     process: int
     leaves_at_once: bool = False
 
-    def before_joining(self) -> None:
-        """A late starter takes its time."""
-        time.sleep(self.settings.get("late_s", {}).get(str(self.process), 0))
-
     def save(self, arrays: dict[str, np.ndarray]) -> None:
         """Writes arrays under their names and shows that they are complete."""
         np.savez(self.folder / f"{self.process}.npz", **arrays)
@@ -57,6 +52,11 @@ def spread(mesh: Mesh, array: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+def two_axis_mesh() -> Mesh:
+    """Groups of two ranks. Where processes have two devices, none has a rank of each group."""
+    return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "expert"))
+
+
 def bits(array: jax.Array) -> list[bytes]:
     """Of this process's shards."""
     return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
@@ -72,15 +72,14 @@ def shards(name: str, array: jax.Array) -> dict[str, np.ndarray]:
     }
 
 
-def after(value: jax.Array, earlier: jax.Array) -> jax.Array:
-    """``value``, unchanged, not before ``earlier`` (which has no NaN) is there: processes must
-    run the operations of a channel in one order.
-    """
-    return value + jnp.isnan(jnp.sum(earlier.astype(jnp.float32))).astype(value.dtype)
+def compiled(buffer: jax_ep.Buffer, program):
+    """A sharded program, compiled fast: here as in the workers, and XLA does none of our sums."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(programs.sharded(buffer, program), compiler_options=options)
 
 
 def everything(buffer: jax_ep.Buffer, case: cases.Case):
-    """As ``case_check.everything``, with both operations and both gradients in a fixed order."""
+    """As ``case_check.everything``, with the two sums of the combine channel in a fixed order."""
 
     def program(x, topk_idx, topk_weights, d_tokens, d_weights, y, row_weights, g):
         def send(x, topk_weights):
@@ -91,10 +90,11 @@ def everything(buffer: jax_ep.Buffer, case: cases.Case):
         d_x, d_topk_weights = pull_dispatch((d_tokens, d_weights))
 
         def bring_back(y, row_weights):
-            return jax_ep.combine(buffer, y, dataclasses.replace(routed, weights=row_weights))
+            edited = dataclasses.replace(routed, weights=row_weights)
+            return jax_ep.combine(buffer, y, edited, after=d_x if case.T else None)
 
-        out, pull_combine = jax.vjp(bring_back, after(y, d_x), row_weights)
-        d_y, d_row_weights = pull_combine(after(g, out))
+        out, pull_combine = jax.vjp(bring_back, y, row_weights)
+        d_y, d_row_weights = pull_combine(g)
         row_map = {} if case.expand else {"row_map": routed.row_map}
         return row_map | {
             "tokens": routed.tokens,
@@ -111,7 +111,7 @@ def everything(buffer: jax_ep.Buffer, case: cases.Case):
             "d_row_weights": d_row_weights,
         }
 
-    return jax.jit(programs.sharded(buffer, program))
+    return compiled(buffer, program)
 
 
 def problem_of(case: cases.Case, seed: int) -> case_check.Problem:
@@ -167,7 +167,7 @@ def micro_batches(buffer: jax_ep.Buffer, ordered: bool):
         found, pull = jax.vjp(outputs, x, topk_weights)
         return found, pull([3 * found[0], found[1]])
 
-    return jax.jit(programs.sharded(buffer, program))
+    return compiled(buffer, program)
 
 
 def run_micro_batches(num_times: int, ordered: bool) -> list[list[bytes]]:
@@ -203,6 +203,7 @@ def train(world: World) -> dict:
     settings = Settings(**world.settings["model"])
     corpus = data.load_corpus()
     mesh = training.expert_mesh(len(jax.devices()))
+    time.sleep(world.settings.get("late_s", {}).get(str(world.process), 0))
     with training.open_buffer(settings, mesh, "native") as buffer:
         trainer = training.Trainer(settings, buffer)
         reports = list(training.train_steps(trainer, corpus, 0, settings.steps))

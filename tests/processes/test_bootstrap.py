@@ -2,15 +2,14 @@
 
 import re
 
-import launch
 import pytest
 
 import jax_ep
 from jax_ep import _bootstrap
 
 
-def test_disagreements_are_told_to_all_with_both_values(tmp_path):
-    results = launch.run(tmp_path, "disagreements", processes=3)
+def test_disagreements_are_told_to_all_with_both_values(tmp_path, crews):
+    results = crews(3, 1).run(tmp_path, "disagreements")
     for process, result in enumerate(results):
         for name, text in {
             "hidden": r"config.hidden is '16' in process 0 and '32' in process 2",
@@ -26,8 +25,8 @@ def test_disagreements_are_told_to_all_with_both_values(tmp_path):
         assert result["ids"] == [results[2]["ahead"] + 1, results[2]["ahead"] + 2]
 
 
-def test_bytes_of_all_sizes_arrive_and_who_does_not_come_is_named(tmp_path):
-    results = launch.run(tmp_path, "exchanges", processes=3)
+def test_bytes_of_all_sizes_arrive_and_who_does_not_come_is_named(tmp_path, crews):
+    results = crews(3, 1).run(tmp_path, "exchanges")
     for result in results:
         assert result["sound"] == [True] * 4
     for result in results[:2]:

@@ -9,22 +9,12 @@ import launch
 import numpy as np
 import pytest
 import scenarios
+from saved import bytes_of_shards, saved_by_rank
 
 TABLE = {case.name: case for case in cases.CASES}
 OF_TWO = [case.name for case in cases.CASES if case.R == 2]
 OF_FOUR = ["four_ranks_bf16", "some_nobody", "chunked", "drops_aligned", "slots_chunked"]
 OF_EIGHT = ["eight_ranks_f16", "chunked_even_bf16"]
-
-
-def saved_by_rank(folder, num_processes: int) -> dict[str, dict[int, bytes]]:
-    """Results of a job: by name, then by global device number in the order of ranks."""
-    found: dict[str, dict[int, bytes]] = {}
-    for process in range(num_processes):
-        with np.load(folder / f"{process}.npz") as arrays:
-            for key in arrays.files:
-                name, device = key.rsplit(":", 1)
-                found.setdefault(name, {})[int(device)] = arrays[key].tobytes()
-    return found
 
 
 def assert_specified_bits_agree(case, truth, key: str, got: list[bytes], expected: list[bytes]):
@@ -46,11 +36,11 @@ def assert_specified_bits_agree(case, truth, key: str, got: list[bytes], expecte
     [(2, 1, OF_TWO), (2, 2, OF_FOUR), (4, 1, OF_FOUR), (4, 2, OF_EIGHT)],
     ids=["2x1", "2x2", "4x1", "4x2"],
 )
-def test_bits_are_those_of_one_process(tmp_path, processes, devices, names):
+def test_bits_are_those_of_one_process(tmp_path, crews, processes, devices, names):
     seed = cases.fresh_seed()
     print(f"{cases.SEED_VARIABLE}={seed}")
     settings = {"cases": names, "seed": seed}
-    launch.run(tmp_path, "case_table", processes=processes, devices=devices, settings=settings)
+    crews(processes, devices).run(tmp_path, "case_table", settings)
     assert_bits_of_one_process(tmp_path, processes, names, seed)
 
 
@@ -60,10 +50,11 @@ def test_two_jobs_at_once_do_not_meet(tmp_path):
     with contextlib.ExitStack() as stack:
         for seed in range(2):
             settings = {"cases": names, "seed": seed}
-            job = launch.job(tmp_path / f"{seed}", "case_table", processes=2, settings=settings)
-            jobs.append(stack.enter_context(job))
+            crew = stack.enter_context(launch.crew(tmp_path / f"{seed}", processes=2))
+            jobs.append(crew.start(tmp_path / f"{seed}", "case_table", settings))
         for job in jobs:
             job.finish()
+            job.crew.dismiss()
     for seed in range(2):
         assert_bits_of_one_process(tmp_path / f"{seed}", 2, names, seed)
 
@@ -78,7 +69,6 @@ def assert_bits_of_one_process(
         problem = scenarios.problem_of(case, seed)
         results = scenarios.case_results(case, scenarios.expert_mesh(case.R, platform), seed)
         for key, array in results.items():
-            expected = [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
-            got = [part for _, part in sorted(seen[f"{name}/{key}"].items())]
-            assert_specified_bits_agree(case, problem.truth, key, got, expected)
+            got = list(seen[f"{name}/{key}"].values())
+            assert_specified_bits_agree(case, problem.truth, key, got, bytes_of_shards(array))
         case_check.check_against_oracle(case, problem, jax.device_get(results))

@@ -14,11 +14,13 @@ def shared_files() -> set[str]:
 
 def test_a_killed_process_is_named_at_once_and_leaves_nothing(tmp_path):
     before = shared_files()
-    with launch.job(tmp_path, "killed_in_a_step", processes=3) as job:
+    with launch.crew(tmp_path, processes=3) as crew:
+        job = crew.start(tmp_path, "killed_in_a_step")
         for process in range(3):
             job.wait_for_file(f"step-{process}")
         job.kill(2)
         results = job.finish(killed=(2,), limit_s=60)
+        crew.dismiss(killed=(2,))
     assert shared_files() == before
     for result in results:
         assert "EpTimeoutError" in result["run"]["text"]
@@ -34,8 +36,8 @@ def test_a_killed_process_is_named_at_once_and_leaves_nothing(tmp_path):
         assert re.search(r"process 2 \(pid \d+\), which has died", result["reset"]["text"])
 
 
-def test_faults_are_told_in_every_process_and_mended_by_a_reset_of_all(tmp_path):
-    results = launch.run(tmp_path, "faults_and_resets", processes=2, devices=2)
+def test_faults_are_told_in_every_process_and_mended_by_a_reset_of_all(tmp_path, crews):
+    results = crews(2, 2).run(tmp_path, "faults_and_resets")
     for process, result in enumerate(results):
         mismatch = result["mismatch"]
         assert "EpMismatchError" in mismatch["run"]["text"]

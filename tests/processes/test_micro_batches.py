@@ -1,12 +1,11 @@
 """``after=`` orders operations that share no data alike in all processes."""
 
-import launch
 import scenarios
 
 
-def test_two_micro_batches_do_not_mix(tmp_path):
+def test_two_micro_batches_do_not_mix(tmp_path, crews):
     settings = {"times": 60, "ordered": True}
-    results = launch.run(tmp_path, "micro", processes=2, devices=2, settings=settings)
+    results = crews(2, 2).run(tmp_path, "micro", settings)
     (alone,) = scenarios.run_micro_batches(3, ordered=True)
     # By array, then by rank; two ranks lie in each process.
     arrays = [alone[i : i + 4] for i in range(0, len(alone), 4)]
