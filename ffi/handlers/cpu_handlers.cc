@@ -37,6 +37,11 @@ CpuResolved admit(const CpuCall& call, const Operands& operands) {
   return resolved;
 }
 
+Float8Rows float8_rows(const DispatchOperands& operands, const CpuBuffer& buffer) {
+  return {operands.float8.format(), operands.row_type(), buffer.options().hidden,
+          operands.float8.scales_data()};
+}
+
 ffi::Future dispatch(const CpuCall& call, const DispatchOperands& operands) {
   const CpuResolved resolved = admit(call, operands);
   if (!resolved.error.empty()) return refuse(call, resolved);
@@ -54,7 +59,9 @@ ffi::Future dispatch(const CpuCall& call, const DispatchOperands& operands) {
                           operands.capacity(),
                           operands.expert_alignment,
                           operands.zero_tail,
-                          operands.expanded ? nullptr : data<int32_t>(operands.row_map)};
+                          operands.expanded ? nullptr : data<int32_t>(operands.row_map),
+                          /*expert_rows=*/0,
+                          float8_rows(operands, *resolved.buffer)};
   Operation operation = make_operation(call, *resolved.buffer, kDispatchChannel, operands, args);
   operation.run = [args](RankContext& context, const OpTag& tag, uint64_t first_epoch) {
     return run_dispatch(context, args, tag, first_epoch);
@@ -108,6 +115,7 @@ ffi::Future combine_grad(const CpuCall& call, const CombineGradOperands& operand
 }
 
 constexpr auto decoded_dispatch = decode_dispatch<ffi::RunId, ffi::Future, dispatch>;
+constexpr auto decoded_float8_dispatch = decode_float8_dispatch<ffi::RunId, ffi::Future, dispatch>;
 constexpr auto decoded_combine = decode_combine<ffi::RunId, ffi::Future, combine>;
 constexpr auto decoded_combine_grad = decode_combine_grad<ffi::RunId, ffi::Future, combine_grad>;
 
@@ -119,6 +127,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_instantiate, jax_ep::instantiate_site,
                               xla::ffi::Ffi::BindInstantiate().Attrs<xla::ffi::Dictionary>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_cpu, jax_ep::decoded_dispatch,
                               jax_ep::bind_dispatch<xla::ffi::RunId>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_float8_cpu, jax_ep::decoded_float8_dispatch,
+                              jax_ep::bind_float8_dispatch<xla::ffi::RunId>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_combine_cpu, jax_ep::decoded_combine,
                               jax_ep::bind_combine<xla::ffi::RunId>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_combine_grad_cpu, jax_ep::decoded_combine_grad,
