@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from . import _float8
 from .routed import RouteLayout
 
 
@@ -37,16 +38,24 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
         ((num_slots, num_experts_per_tok), jnp.int32),
         ((0 if layout.expand else layout.capacity,), jnp.int32),
     )
-    *arrays, row_map = _call(
-        "jax_ep_dispatch",
+    float8 = layout.float8
+    if float8 is not None:
+        tokens, *scales = _float8.token_results(float8, *results[0])
+        results = (tokens, *(scales or [((0,), jnp.float32)]), *results[1:])
+    tokens, *arrays, row_map = _call(
+        _float8.target("jax_ep_dispatch", float8),
         layout,
         (x, topk_idx, topk_weights),
         results,
         expert_alignment=layout.expert_alignment,
         zero_tail=layout.zero_tail,
         expanded=layout.expand,
+        **_float8.attributes(float8),
     )
-    return *arrays, None if layout.expand else row_map
+    if float8 is not None:
+        scales, *arrays = arrays
+        tokens = tokens if float8.dequantize else (tokens, scales)
+    return tokens, *arrays, None if layout.expand else row_map
 
 
 def combine(

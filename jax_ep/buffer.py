@@ -195,6 +195,10 @@ class Buffer:
         if self._native is not None:
             self._native.reset_buffer(self._id)
 
+    def offers(self, target: str) -> bool:
+        """Whether the backend in use can do what the native target does."""
+        return self._native is None or target in self._native.registrations()
+
     def require_open(self, op: str) -> None:
         """Raises EpUsageError if the buffer is closed; ``op`` names the caller in its message."""
         if self.closed:

@@ -1,12 +1,13 @@
 """The public operations: every argument is checked while JAX traces, then the backend is called."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _reference, _vjp
+from . import _float8, _reference, _vjp
 from ._primitives import cast_varying
 from .buffer import Buffer
 from .config import positive_int
@@ -26,6 +27,9 @@ def dispatch(
     expert_alignment: int = 1,
     zero_tail: bool = True,
     expand: bool = True,
+    quantize: str | None = None,
+    scale_format: str = "float32",
+    dequantize: bool = False,
 ) -> Routed:
     """Sends every token to the ranks that hold its experts; call it inside ``jax.shard_map``.
 
@@ -54,6 +58,15 @@ def dispatch(
             expert-major row finds its token: for grouped matmuls that gather rows themselves. All
             other fields, and what combine takes, are the same; slots without a row are zero
             whatever ``zero_tail`` says.
+        quantize: "float8_e4m3fn" sends rows as float8 values with one scale for 128 channels, the
+            last group of a row shorter; None sends them as they are.
+        scale_format: "float32" makes each group's largest magnitude 448, float8's largest;
+            "power_of_two" rounds that scale up to a power of two.
+        dequantize: whether ``Routed.tokens`` are rows again, in the config's dtype, within
+            ``max(|x| / 16, amax / 458,752)`` of x, amax being the group's largest magnitude (twice
+            the latter with "power_of_two"), and the dtype's own rounding; a group with an infinity
+            becomes NaN, one of amax below 2**-100 zero. The gradient goes straight through. False
+            gives float8 values and ``Routed.scales``, and cannot be differentiated in x.
 
     Returns:
         A Routed.
@@ -66,6 +79,10 @@ def dispatch(
     _check_place("dispatch", buffer)
     _check_dispatch_arrays(buffer, x, topk_idx, topk_weights)
     layout = _layout(buffer, jnp.shape(x)[0], capacity, expert_alignment, zero_tail, expand)
+    offered = buffer.offers("jax_ep_dispatch_float8")
+    float8 = _float8.options("dispatch", quantize, scale_format, dequantize, offered=offered)
+    layout = dataclasses.replace(layout, float8=float8)
+    x = _float8.without_gradient(float8, "dispatch", jnp.asarray(x))
     x, topk_idx, topk_weights = cast_varying(
         buffer.axis_names, jnp.asarray(x), jnp.asarray(topk_idx), jnp.asarray(topk_weights)
     )
@@ -73,6 +90,7 @@ def dispatch(
     results = backend.dispatch(layout, x, topk_idx, topk_weights)
     tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows, row_map = results
     handle = Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=layout)
+    tokens, scales = tokens if isinstance(tokens, tuple) else (tokens, None)
     return Routed(
         tokens=tokens,
         weights=weights,
@@ -81,6 +99,7 @@ def dispatch(
         num_dropped=num_dropped,
         row_map=row_map,
         handle=handle,
+        scales=scales,
     )
 
 

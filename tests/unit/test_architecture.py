@@ -24,6 +24,7 @@ PYTHON_LEVELS = {
     "layout": 3,
     "_bootstrap": 3,
     "buffer": 4,
+    "_float8": 4,
     "_primitives": 5,
     "_reference": 5,
     "_vjp": 6,
