@@ -245,12 +245,13 @@ void quantize_row(const char* row, int64_t hidden, bool power_of_two, uint8_t* _
   for (int64_t begin = 0; begin < hidden; begin += kScaleGroup) {
     const int64_t size = std::min<int64_t>(kScaleGroup, hidden - begin);
     // Magnitudes compare like their bits, which is cheaper; a NaN's exceed infinity's.
-    uint32_t amax = 0;
+    int32_t amax = 0;
     for (int64_t j = 0; j < size; ++j) {
-      const uint32_t magnitude = bits_of(load(from[begin + j])) & 0x7FFFFFFFu;
-      amax = std::max(amax, magnitude > 0x7F800000u ? 0u : magnitude);
+      const auto magnitude = static_cast<int32_t>(bits_of(load(from[begin + j])) & 0x7FFFFFFFu);
+      const int32_t number = magnitude > 0x7F800000 ? 0 : magnitude;
+      amax = number > amax ? number : amax;
     }
-    const GroupScale group = group_scale(float_of(amax), power_of_two);
+    const GroupScale group = group_scale(float_of(static_cast<uint32_t>(amax)), power_of_two);
     scales[begin / kScaleGroup] = group.scale;
     for (int64_t j = 0; j < size; ++j) {
       values[begin + j] = encode_e4m3(load(from[begin + j]) * group.inverse);
