@@ -26,7 +26,8 @@ demo: $(VENV)/installed
 
 # Compiling takes most of the tests' time: XLA's machine code is left as it first comes.
 test: $(VENV)/installed
-	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" $(BIN)/python -m pytest -q tests
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" \
+	  $(BIN)/python -m pytest -q tests $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/installed-cuda
 	$(BIN)/python -m pytest -q tests/gpu

@@ -61,6 +61,7 @@ add_library(jax_ep_cuda STATIC
   ffi/cuda/ll_window.cc
   ffi/cuda/scratch.cu
   ffi/protocol/error_text.cc
+  ffi/transport/cuda_counters.cc
   ffi/transport/cuda_memory.cc
   ffi/transport/cuda_window.cc)
 target_include_directories(jax_ep_cuda PUBLIC ffi)
@@ -74,7 +75,10 @@ target_compile_options(jax_ep_cuda PRIVATE
 
 nanobind_add_module(_ffi_cuda NB_STATIC STABLE_ABI
   ffi/handlers/call.cc
+  ffi/handlers/cuda_call.cc
   ffi/handlers/cuda_handlers.cc
+  ffi/handlers/cuda_low_latency.cc
+  ffi/handlers/low_latency_operands.cc
   ffi/handlers/operands.cc
   ffi/handlers/shapes.cc
   ffi/cuda_module.cc)

@@ -6,6 +6,7 @@
 
 #include "cuda/cuda_buffer.h"
 #include "handlers/cuda_handlers.h"
+#include "handlers/cuda_low_latency.h"
 #include "shared_module.h"
 
 namespace nb = nanobind;
@@ -20,6 +21,17 @@ nb::dict registrations() {
   targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_cuda);
   targets["jax_ep_combine_grad"] =
       handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_grad_cuda);
+  const std::pair<const char*, Handler> low_latency[] = {
+      {"jax_ep_ll_dispatch", jax_ep_ll_dispatch_cuda},
+      {"jax_ep_ll_dispatch_start", jax_ep_ll_dispatch_start_cuda},
+      {"jax_ep_ll_dispatch_done", jax_ep_ll_dispatch_done_cuda},
+      {"jax_ep_ll_combine", jax_ep_ll_combine_cuda},
+      {"jax_ep_ll_combine_start", jax_ep_ll_combine_start_cuda},
+      {"jax_ep_ll_combine_done", jax_ep_ll_combine_done_cuda},
+      {"jax_ep_ll_combine_grad", jax_ep_ll_combine_grad_cuda}};
+  for (const auto& [name, handler] : low_latency) {
+    targets[name] = handler_stages(jax_ep_instantiate_cuda, handler);
+  }
   return targets;
 }
 
@@ -31,12 +43,13 @@ std::shared_ptr<CudaBuffer> require_buffer(int64_t id) {
 
 int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_experts,
                       int num_experts_per_tok, int64_t hidden, int itemsize, int tokens_per_epoch,
-                      int max_tokens_per_rank, double timeout_s, int64_t fingerprint, int num_sms) {
+                      int max_tokens_per_rank, double timeout_s, int64_t fingerprint, int num_sms,
+                      bool low_latency) {
   require_devices(device_ordinals);
   nb::gil_scoped_release release;
   return create_cuda_buffer({std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
                              itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
-                             fingerprint, num_sms})
+                             fingerprint, num_sms, low_latency})
       ->id();
 }
 
@@ -94,18 +107,7 @@ nb::object take_data_faults(int64_t id) {
   return first;
 }
 
-nb::list error_records(int64_t id) {
-  auto buffer = require_buffer(id);
-  nb::list records;
-  int group_index = 0;
-  for (const auto& group : buffer->groups()) {
-    for (const auto& [record, message] : group->error_records()) {
-      records.append(to_dict(record, group_index, message));
-    }
-    ++group_index;
-  }
-  return records;
-}
+nb::list error_records(int64_t id) { return error_list(*require_buffer(id)); }
 
 }  // namespace
 }  // namespace jax_ep::gpu
@@ -116,7 +118,8 @@ NB_MODULE(_ffi_cuda, m) {
   m.def("type_registrations", &type_registrations);
   m.def("create_buffer", &create_buffer, nb::kw_only(), "device_ordinals"_a, "num_experts"_a,
         "num_experts_per_tok"_a, "hidden"_a, "itemsize"_a, "tokens_per_epoch"_a,
-        "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a, "num_sms"_a = 0);
+        "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a, "num_sms"_a = 0,
+        "low_latency"_a = false);
   m.def("close_buffer", &close_buffer, "id"_a);
   m.def("reset_buffer", &reset_buffer, "id"_a);
   m.def("window_bytes", [](int64_t id) { return require_buffer(id)->window_bytes(); }, "id"_a);

@@ -22,6 +22,11 @@ nb::dict registrations() {
   targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate, jax_ep_dispatch_cpu);
   targets["jax_ep_dispatch_float8"] =
       handler_stages(jax_ep_instantiate, jax_ep_dispatch_float8_cpu);
+  targets["jax_ep_dispatch_routed"] =
+      handler_stages(jax_ep_instantiate, jax_ep_dispatch_routed_cpu);
+  targets["jax_ep_dispatch_routed_float8"] =
+      handler_stages(jax_ep_instantiate, jax_ep_dispatch_routed_float8_cpu);
+  targets["jax_ep_notify"] = handler_stages(jax_ep_instantiate, jax_ep_notify_cpu);
   targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate, jax_ep_combine_cpu);
   targets["jax_ep_combine_grad"] = handler_stages(jax_ep_instantiate, jax_ep_combine_grad_cpu);
   const std::pair<const char*, Handler> low_latency[] = {
@@ -113,17 +118,13 @@ nb::object take_data_faults(int64_t id) {
   return first;
 }
 
-nb::list error_records(int64_t id) {
+nb::list error_records(int64_t id) { return error_list(*require_buffer(id)); }
+
+int64_t next_ticket(int64_t id) { return require_buffer(id)->notices().next_ticket(); }
+
+nb::dict read_notice(int64_t id, int64_t ticket, double wait_s) {
   auto buffer = require_buffer(id);
-  nb::list records;
-  int group_index = 0;
-  for (auto& group : buffer->groups()) {
-    for (const auto& [record, message] : group->error_records()) {
-      records.append(to_dict(record, group_index, message));
-    }
-    ++group_index;
-  }
-  return records;
+  return to_dict(wait_for_notice(buffer->notices(), ticket, wait_s));
 }
 
 std::string payload(int64_t id) {
@@ -202,6 +203,9 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("stats", &stats, "id"_a);
   m.def("take_data_faults", &take_data_faults, "id"_a);
   m.def("error_records", &error_records, "id"_a);
+  m.def("next_ticket", &next_ticket, "id"_a);
+  m.def("read_notice", &read_notice, "id"_a, "ticket"_a, "wait_s"_a);
+  m.attr("num_notice_slots") = kNoticeSlots;
   m.def("window_layout", &window_layout, nb::kw_only(), "num_ranks"_a, "tokens_per_epoch"_a,
         "num_experts"_a, "num_experts_per_tok"_a, "row_bytes"_a, "staging"_a, "records"_a = false);
   m.def("seed_layout", &seed_layout, nb::kw_only(), "tokens"_a, "row_bytes"_a, "num_ranks"_a);

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -12,6 +13,7 @@
 
 #include "handlers/call.h"
 #include "protocol/error_record.h"
+#include "transport/notice_board.h"
 
 namespace jax_ep {
 
@@ -41,7 +43,9 @@ inline nanobind::dict site_registration(const char* name) {
 
 inline nanobind::dict to_dict(const ErrorRecord& record, int group, const std::string& message) {
   nanobind::dict entry;
-  entry["kind"] = record.kind == ErrorKind::kMismatch ? "mismatch" : "timeout";
+  entry["kind"] = record.kind == ErrorKind::kMismatch ? "mismatch"
+                  : record.kind == ErrorKind::kUsage  ? "usage"
+                                                      : "timeout";
   entry["op"] = op_name(record.op);
   entry["wait"] = wait_name(record.wait);
   entry["group"] = group;
@@ -67,10 +71,47 @@ inline nanobind::dict fault_dict(int group, int rank, int token, int k, int32_t 
   return first;
 }
 
+// Other threads of Python run meanwhile: the operation may be waiting for one.
+inline NoticeReading wait_for_notice(const NoticeBoard& board, int64_t ticket, double wait_s) {
+  nanobind::gil_scoped_release release;
+  const auto wait = std::chrono::duration_cast<NoticeBoard::Clock::duration>(
+      std::chrono::duration<double>(wait_s));
+  return board.read(static_cast<uint32_t>(ticket), NoticeBoard::Clock::now() + wait);
+}
+
+inline nanobind::dict to_dict(const NoticeReading& reading) {
+  const bool ready = reading.state == CounterState::kReady;
+  nanobind::dict entry;
+  entry["state"] = ready ? "ready" : reading.state == CounterState::kReused ? "reused" : "pending";
+  entry["group"] = reading.group;
+  entry["rank"] = reading.rank;
+  entry["counter"] = reading.counter;
+  entry["seen"] = reading.seen;
+  if (ready) {
+    const size_t bytes = reading.values.size() * sizeof(uint32_t);
+    entry["values"] = nanobind::bytes(reading.values.data(), bytes);
+  }
+  return entry;
+}
+
 template <class Buffer>
 std::shared_ptr<Buffer> require_open(std::shared_ptr<Buffer> found, int64_t id) {
   if (found != nullptr) return found;
   throw nanobind::value_error(("buffer " + std::to_string(id) + " is closed").c_str());
+}
+
+// Of all groups of an open buffer.
+template <class Buffer>
+nanobind::list error_list(Buffer& buffer) {
+  nanobind::list records;
+  int group_index = 0;
+  for (const auto& group : buffer.groups()) {
+    for (const auto& [record, message] : group->error_records()) {
+      records.append(to_dict(record, group_index, message));
+    }
+    ++group_index;
+  }
+  return records;
 }
 
 inline void require_devices(const std::vector<std::vector<int>>& device_ordinals) {

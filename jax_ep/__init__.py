@@ -18,8 +18,10 @@ from .low_latency import (
     order_after,
 )
 from .low_latency_routed import LowLatencyRouted, LowLatencyStats, PendingCombine, PendingDispatch
-from .ops import combine, dispatch
+from .notify import Notice, notify_dispatch
+from .ops import combine, dispatch, route
 from .routed import Handle, Routed
+from .routing import Routing
 
 _OLDEST_JAX = (0, 10, 2)
 
@@ -42,9 +44,11 @@ __all__ = [
     "LowLatencyLayout",
     "LowLatencyRouted",
     "LowLatencyStats",
+    "Notice",
     "PendingCombine",
     "PendingDispatch",
     "Routed",
+    "Routing",
     "combine",
     "dispatch",
     "get_low_latency_rdma_size_hint",
@@ -54,5 +58,7 @@ __all__ = [
     "low_latency_dispatch",
     "low_latency_dispatch_done",
     "low_latency_dispatch_start",
+    "notify_dispatch",
     "order_after",
+    "route",
 ]

@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .config import boolean
 from .errors import EpUsageError
 from .routed import Float8
 
@@ -43,10 +44,7 @@ def options(
         raise EpUsageError(
             f"{op}: scale_format={scale_format!r} is not known; use 'float32' or 'power_of_two'"
         )
-    if not isinstance(dequantize, (bool, np.bool_)):
-        raise EpUsageError(
-            f"{op}: dequantize={dequantize!r} is a {type(dequantize).__name__}; pass a bool"
-        )
+    dequantize = boolean("dequantize", dequantize)
     if quantize is None:
         if dequantize or scale_format != "float32":
             raise EpUsageError(
@@ -64,7 +62,7 @@ def options(
             f"{op}: quantize={quantize!r} is not offered by the native backend of these devices in "
             "this version; leave it out, or make the Buffer with backend='reference'"
         )
-    return Float8(scale_format=scale_format, dequantize=bool(dequantize))
+    return Float8(scale_format=scale_format, dequantize=dequantize)
 
 
 def _names_float8(quantize: Any) -> bool:

@@ -247,8 +247,11 @@ def _half(target: str, layout: RouteLayout, operands, results, **attributes: int
     rank = lax.axis_index(layout.axis_names)
     operands = _primitives.cast_varying(layout.axis_names, rank, *operands)
     attributes |= {"buffer_id": layout.buffer_id, "fingerprint": layout.fingerprint}
-    return _half_p.bind(
-        *operands,
+    # XLA:GPU wraps a custom call whose operand or result is a slice, as in a scan, together with
+    # the slice, and leaves the original where it was if it has a side effect: the half would
+    # run twice. It does not look behind barriers, which cost nothing but the slice's copy.
+    results = _half_p.bind(
+        *lax.optimization_barrier(operands),
         target=target,
         results=tuple(
             jax.typeof(_primitives._result_type(shape, dtype, operands[0]))
@@ -256,6 +259,7 @@ def _half(target: str, layout: RouteLayout, operands, results, **attributes: int
         ),
         attributes=tuple(sorted(attributes.items())),
     )
+    return lax.optimization_barrier(results)
 
 
 def _lower_half(context: mlir.LoweringRuleContext, *operands, target, results, attributes):

@@ -8,6 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _float8
 from .routed import RouteLayout
+from .routing import RoutingGroup
+
+NO_TICKET = 0  # of a routing whose counts the host does not wait for
 
 
 def cast_varying(axis_names: tuple[str, ...], *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -26,36 +29,59 @@ def cast_varying(axis_names: tuple[str, ...], *arrays: jax.Array) -> tuple[jax.A
 
 def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array):
     """Target ``jax_ep_dispatch``; operands and results as in ``_reference.dispatch``."""
-    num_tokens, num_experts_per_tok = topk_idx.shape
-    num_slots = layout.num_ranks * num_tokens
+    rows, recv_rows = _dispatch_results(layout, x, topk_idx)
+    sanitised = (topk_idx.shape, jnp.int32)
+    operands = (x, topk_idx, topk_weights)
+    return _call_dispatch("jax_ep_dispatch", layout, operands, (*rows, sanitised, *recv_rows))
+
+
+def dispatch_routed(
+    layout: RouteLayout,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    row_index: jax.Array,
+    counts: jax.Array,
+    topk_weights: jax.Array,
+):
+    """Target ``jax_ep_dispatch_routed``: ``dispatch`` along a routing, without exchanging counts.
+
+    Args:
+        layout: static facts of the call.
+        x: ``[T, H]``.
+        topk_idx, row_index, counts: as in Routing.
+        topk_weights: float32 ``[T, K]``.
+
+    Returns:
+        The results of ``dispatch``, ``topk_idx`` in the place of the sanitised one.
+    """
+    rows, recv_rows = _dispatch_results(layout, x, topk_idx)
+    operands = (x, topk_idx, row_index, counts, topk_weights)
+    *arrays, recv_rows, row_map = _call_dispatch(
+        "jax_ep_dispatch_routed", layout, operands, (*rows, *recv_rows)
+    )
+    return *arrays, topk_idx, recv_rows, row_map
+
+
+def route(group: RoutingGroup, topk_idx: jax.Array, ticket: jax.Array):
+    """Target ``jax_ep_notify``: exchanges counts.
+
+    Args:
+        group: static facts of the call.
+        topk_idx: int32 ``[T, K]``.
+        ticket: uint32 scalar. Unless it is NO_TICKET, the host finds the counts under it while the
+            device goes on.
+
+    Returns:
+        sanitised topk_idx int32 ``[T, K]``, row_index int32 ``[T, K]``, counts int32 ``[R, E]``, as
+        in Routing.
+    """
+    num_experts = group.num_ranks * group.experts_per_rank
     results = (
-        ((layout.capacity if layout.expand else num_slots, x.shape[1]), x.dtype),
-        ((layout.capacity,), jnp.float32),
-        ((layout.experts_per_rank,), jnp.int32),
-        ((layout.experts_per_rank,), jnp.int32),
-        ((), jnp.int32),
         (topk_idx.shape, jnp.int32),
-        ((num_slots, num_experts_per_tok), jnp.int32),
-        ((0 if layout.expand else layout.capacity,), jnp.int32),
+        (topk_idx.shape, jnp.int32),
+        ((group.num_ranks, num_experts), jnp.int32),
     )
-    float8 = layout.float8
-    if float8 is not None:
-        tokens, *scales = _float8.token_results(float8, *results[0])
-        results = (tokens, *(scales or [((0,), jnp.float32)]), *results[1:])
-    tokens, *arrays, row_map = _call(
-        _float8.target("jax_ep_dispatch", float8),
-        layout,
-        (x, topk_idx, topk_weights),
-        results,
-        expert_alignment=layout.expert_alignment,
-        zero_tail=layout.zero_tail,
-        expanded=layout.expand,
-        **_float8.attributes(float8),
-    )
-    if float8 is not None:
-        scales, *arrays = arrays
-        tokens = tokens if float8.dequantize else (tokens, scales)
-    return tokens, *arrays, None if layout.expand else row_map
+    return _call("jax_ep_notify", group, (topk_idx, ticket), results)
 
 
 def combine(
@@ -122,6 +148,46 @@ def combine_grad(
     )
 
 
+def _dispatch_results(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array):
+    """Shapes and dtypes of tokens to num_dropped, and of recv_rows and row_map."""
+    num_tokens, num_experts_per_tok = topk_idx.shape
+    num_slots = layout.num_ranks * num_tokens
+    rows = (
+        ((layout.capacity if layout.expand else num_slots, x.shape[1]), x.dtype),
+        ((layout.capacity,), jnp.float32),
+        ((layout.experts_per_rank,), jnp.int32),
+        ((layout.experts_per_rank,), jnp.int32),
+        ((), jnp.int32),
+    )
+    recv_rows = (
+        ((num_slots, num_experts_per_tok), jnp.int32),
+        ((0 if layout.expand else layout.capacity,), jnp.int32),
+    )
+    return rows, recv_rows
+
+
+def _call_dispatch(target: str, layout: RouteLayout, operands, results):
+    """The target's results with ``layout.float8``'s pair in the place of rows."""
+    float8 = layout.float8
+    if float8 is not None:
+        tokens, *scales = _float8.token_results(float8, *results[0])
+        results = (tokens, *(scales or [((0,), jnp.float32)]), *results[1:])
+    tokens, *arrays, row_map = _call(
+        _float8.target(target, float8),
+        layout,
+        operands,
+        results,
+        expert_alignment=layout.expert_alignment,
+        zero_tail=layout.zero_tail,
+        expanded=layout.expand,
+        **_float8.attributes(float8),
+    )
+    if float8 is not None:
+        scales, *arrays = arrays
+        tokens = tokens if float8.dequantize else (tokens, scales)
+    return tokens, *arrays, None if layout.expand else row_map
+
+
 def _combine(layout, y, weights, row_scalars, topk_idx, recv_rows, *, expanded):
     weighted, with_scalars = weights.size > 0, row_scalars.size > 0
     results = (
@@ -140,7 +206,7 @@ def _combine(layout, y, weights, row_scalars, topk_idx, recv_rows, *, expanded):
     )
 
 
-def _call(target: str, layout: RouteLayout, operands, results, **attributes: int):
+def _call(target: str, layout: RouteLayout | RoutingGroup, operands, results, **attributes: int):
     rank = lax.axis_index(layout.axis_names)
     operands = cast_varying(layout.axis_names, rank, *operands)
     call = jax.ffi.ffi_call(

@@ -12,6 +12,7 @@ from jax import lax
 
 from . import _float8
 from .routed import RouteLayout
+from .routing import RoutingGroup
 
 
 def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array):
@@ -64,6 +65,41 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
     # A row's values and scales are the same whoever computes them: here those who received it.
     tokens = _float8.through(layout.float8, tokens.astype(x.dtype))
     return tokens, weights, *sizes, topk_idx, recv_rows, row_map
+
+
+def dispatch_routed(
+    layout: RouteLayout,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    row_index: jax.Array,
+    counts: jax.Array,
+    topk_weights: jax.Array,
+):
+    """As dispatch for a sanitised topk_idx, of which the rest of a Routing follows."""
+    del row_index, counts
+    return dispatch(layout, x, topk_idx, topk_weights)
+
+
+def route(group: RoutingGroup, topk_idx: jax.Array, ticket: jax.Array):
+    """Counts the rows of every rank for every expert.
+
+    Args:
+        group: static facts of the call.
+        topk_idx: int32 ``[T, K]``.
+        ticket: not used: on any platform the host reads the counts out of the results.
+
+    Returns:
+        sanitised topk_idx int32 ``[T, K]``; row_index int32 ``[T, K]``, the entry's place among
+        those of this rank for its expert, -1 for none; counts int32 ``[R, E]``.
+    """
+    del ticket
+    num_experts = group.num_ranks * group.experts_per_rank
+    topk_idx = sanitise(topk_idx, num_experts)
+    chosen = jax.nn.one_hot(topk_idx.reshape(-1), num_experts, dtype=jnp.int32)  # [T * K, E]
+    before = jnp.cumsum(chosen, axis=0) - chosen
+    row_index = jnp.sum(before * chosen, axis=1).reshape(topk_idx.shape)
+    counts = lax.all_gather(jnp.sum(chosen, axis=0), group.axis_names)
+    return topk_idx, jnp.where(topk_idx < 0, -1, row_index), counts
 
 
 def combine(

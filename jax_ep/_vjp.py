@@ -11,6 +11,7 @@ import jax
 
 from . import _float8, _primitives
 from .routed import RouteLayout
+from .routing import RoutingGroup
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -36,6 +37,38 @@ def _dispatch_bwd(layout, residuals, cotangents):
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_routed(
+    layout: RouteLayout,
+    x: jax.Array,
+    topk_idx: jax.Array,
+    row_index: jax.Array,
+    counts: jax.Array,
+    topk_weights: jax.Array,
+):
+    """As ``_primitives.dispatch_routed``; gradients reach x and topk_weights."""
+    return _primitives.dispatch_routed(layout, x, topk_idx, row_index, counts, topk_weights)
+
+
+def _dispatch_routed_fwd(layout, x, topk_idx, row_index, counts, topk_weights):
+    results = _primitives.dispatch_routed(layout, x, topk_idx, row_index, counts, topk_weights)
+    *_, recv_rows, _ = results
+    return results, (x[:0], topk_idx, recv_rows)
+
+
+def _dispatch_routed_bwd(layout, residuals, cotangents):
+    d_x, _, d_topk_weights = _dispatch_bwd(layout, residuals, cotangents)
+    return d_x, None, None, None, d_topk_weights
+
+
+dispatch_routed.defvjp(_dispatch_routed_fwd, _dispatch_routed_bwd)
+
+
+def route(group: RoutingGroup, topk_idx: jax.Array, ticket: jax.Array):
+    """As ``_primitives.route``; its integers have no gradients."""
+    return _primitives.route(group, jax.lax.stop_gradient(topk_idx), ticket)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -123,6 +123,11 @@ class Buffer:
         return self._backend
 
     @property
+    def native_module(self) -> ModuleType | None:
+        """The compiled module that serves the buffer; None on the reference backend."""
+        return self._native
+
+    @property
     def id(self) -> int:
         """Number of this buffer in this process, never given twice; negative on the reference."""
         return self._id
@@ -172,7 +177,7 @@ class Buffer:
             EpTimeoutError: a rank waited for a peer past the deadline.
             EpMismatchError: ranks met with different operations.
             EpDataError: ``topk_idx`` held out-of-range or duplicate experts.
-            EpUsageError: the buffer is closed.
+            EpUsageError: the buffer is closed, or (on GPUs) a half came out of turn.
         """
         self.require_open("check")
         if self._native is None:
@@ -298,6 +303,11 @@ def _resolve_backend(backend: str, platform: str, mode: str) -> str:
     return "reference"
 
 
+def default_timeout_s(config: EpConfig, platform: str) -> float:
+    """Seconds that a wait may last: the config's, or the platform's default."""
+    return config.timeout_s or DEFAULT_TIMEOUT_S.get(platform, DEFAULT_TIMEOUT_OTHER_S)
+
+
 def _create_native(native: ModuleType, platform: str, config: EpConfig, **group: Any) -> int:
     """Makes the native buffer of a group; its errors come with the classes of ours."""
     settings = {
@@ -307,10 +317,11 @@ def _create_native(native: ModuleType, platform: str, config: EpConfig, **group:
         "itemsize": config.dtype.itemsize,
         "tokens_per_epoch": config.tokens_per_epoch,
         "max_tokens_per_rank": config.max_tokens_per_rank,
-        "timeout_s": config.timeout_s or DEFAULT_TIMEOUT_S.get(platform, DEFAULT_TIMEOUT_OTHER_S),
+        "timeout_s": default_timeout_s(config, platform),
     }
     if platform == "cuda":
         settings["num_sms"] = config.num_sms or 0
+        settings["low_latency"] = config.mode == "low_latency"
     try:
         return native.create_buffer(**settings, **group)
     except ValueError as error:
@@ -336,10 +347,14 @@ def _fingerprint(config: EpConfig, mesh: Mesh, axes: tuple[str, ...], backend: s
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _peer_error(records: Sequence[dict[str, Any]]) -> EpTimeoutError | EpMismatchError:
-    # A mismatch is a cause, a timeout often its consequence on other ranks.
-    ordered = sorted(records, key=lambda record: (record["kind"] != "mismatch", record["rank"]))
+def _peer_error(
+    records: Sequence[dict[str, Any]],
+) -> EpTimeoutError | EpMismatchError | EpUsageError:
+    # A timeout is often the consequence of what went wrong on another rank.
+    ordered = sorted(records, key=lambda record: (record["kind"] == "timeout", record["rank"]))
     first = ordered[0]
+    if first["kind"] == "usage":
+        return EpUsageError(first["message"])
     error = EpMismatchError if first["kind"] == "mismatch" else EpTimeoutError
     others = "" if len(ordered) == 1 else f" ({len(ordered)} ranks reported, see .records)"
     return error(f"{first['message']}{others}; call Buffer.reset() before using it again", ordered)

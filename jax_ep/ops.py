@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _float8, _reference, _vjp
-from ._primitives import cast_varying
+from ._primitives import NO_TICKET, cast_varying
 from .buffer import Buffer
-from .config import positive_int
+from .config import boolean, positive_int
 from .errors import EpUsageError
 from .routed import Handle, Routed, RouteLayout
+from .routing import Routing, RoutingGroup
 
 MAX_CAPACITY = 2**31 - 1  # rows are numbered in int32
 
@@ -20,9 +21,10 @@ MAX_CAPACITY = 2**31 - 1  # rows are numbered in int32
 def dispatch(
     buffer: Buffer,
     x: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
+    topk_idx: jax.Array | None = None,
+    topk_weights: jax.Array | None = None,
     *,
+    routing: Routing | None = None,
     capacity: int | None = None,
     expert_alignment: int = 1,
     zero_tail: bool = True,
@@ -42,8 +44,10 @@ def dispatch(
             ``max_tokens_per_rank``.
         topk_idx: int32 ``[T, K]``, each token's experts out of all E; -1 stands for no expert. An
             entry outside [-1, E), and a token's later entry for an expert it already has, are
-            treated as -1 and recorded for ``buffer.check()``.
+            treated as -1 and recorded for ``buffer.check()``. Left out where ``routing`` is given.
         topk_weights: float32 ``[T, K]``.
+        routing: what ``route`` or ``notify_dispatch`` returned for these tokens' ``topk_idx``: no
+            counts are exchanged. It may be used any number of times.
         capacity: expert-major rows, static, a multiple of ``expert_alignment``. None stands
             for the most that can arrive, ``R * T * min(K, E_l)`` rows and ``E_l * (expert_alignment
             - 1)`` rows between segments, rounded up to a multiple and at least one multiple. Of a
@@ -62,11 +66,9 @@ def dispatch(
             last group of a row shorter; None sends them as they are.
         scale_format: "float32" makes each group's largest magnitude 448, float8's largest;
             "power_of_two" rounds that scale up to a power of two.
-        dequantize: whether ``Routed.tokens`` are rows again, in the config's dtype, within
-            ``max(|x| / 16, amax / 458,752)`` of x, amax being the group's largest magnitude (twice
-            the latter with "power_of_two"), and the dtype's own rounding; a group with an infinity
-            becomes NaN, one of amax below 2**-100 zero. The gradient goes straight through. False
-            gives float8 values and ``Routed.scales``, and cannot be differentiated in x.
+        dequantize: whether ``Routed.tokens`` are rows again, in the config's dtype, about 1/16 off
+            (docs/sharp-bits.md has the bound); the gradient goes straight through. False gives
+            float8 values and ``Routed.scales``, and cannot be differentiated in x.
 
     Returns:
         A Routed.
@@ -77,17 +79,24 @@ def dispatch(
     """
     _check_mode("dispatch", buffer, "high_throughput")
     _check_place("dispatch", buffer)
+    if routing is not None:
+        topk_idx = _check_routing(buffer, topk_idx, routing)
     _check_dispatch_arrays(buffer, x, topk_idx, topk_weights)
     layout = _layout(buffer, jnp.shape(x)[0], capacity, expert_alignment, zero_tail, expand)
-    offered = buffer.offers("jax_ep_dispatch_float8")
-    float8 = _float8.options("dispatch", quantize, scale_format, dequantize, offered=offered)
+    target = f"jax_ep_dispatch{'' if routing is None else '_routed'}_float8"
+    float8 = _float8.options(
+        *("dispatch", quantize, scale_format, dequantize), offered=buffer.offers(target)
+    )
     layout = dataclasses.replace(layout, float8=float8)
     x = _float8.without_gradient(float8, "dispatch", jnp.asarray(x))
-    x, topk_idx, topk_weights = cast_varying(
-        buffer.axis_names, jnp.asarray(x), jnp.asarray(topk_idx), jnp.asarray(topk_weights)
-    )
     backend = _reference if buffer.backend == "reference" else _vjp
-    results = backend.dispatch(layout, x, topk_idx, topk_weights)
+    if routing is None:
+        operands, send = (x, topk_idx, topk_weights), backend.dispatch
+    else:
+        operands = (x, topk_idx, routing.row_index, routing.counts, topk_weights)
+        send = backend.dispatch_routed
+    operands = cast_varying(buffer.axis_names, *map(jnp.asarray, operands))
+    results = send(layout, *operands)
     tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows, row_map = results
     handle = Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=layout)
     tokens, scales = tokens if isinstance(tokens, tuple) else (tokens, None)
@@ -101,6 +110,82 @@ def dispatch(
         handle=handle,
         scales=scales,
     )
+
+
+def route(buffer: Buffer, topk_idx: jax.Array) -> Routing:
+    """Exchanges the counts of a dispatch ahead of it; call it inside ``jax.shard_map``.
+
+    ``dispatch(..., routing=routing)`` then exchanges none, any number of times. All ranks of the
+    group must make the call, with the same shapes. Pure. ``notify_dispatch`` is the same outside
+    ``jax.jit``, for a host that wants to know the counts.
+
+    Args:
+        buffer: an open Buffer made for the mesh that ``jax.shard_map`` runs over.
+        topk_idx: int32 ``[T, K]`` as for ``dispatch``; faults are recorded here and no more in
+            dispatches that use the routing.
+
+    Returns:
+        A Routing.
+
+    Raises:
+        EpUsageError: an argument does not fit, the buffer is closed or its backend offers no
+            routings, or the call is not inside ``jax.shard_map`` over the buffer's mesh with all
+            its axes larger than 1 manual.
+    """
+    _check_place("route", buffer)
+    require_routings("route", buffer)
+    check_topk_idx(buffer, topk_idx, 1)
+    ticket = jnp.full((), NO_TICKET, jnp.uint32)
+    return routing_of(buffer.backend, routing_group(buffer), jnp.asarray(topk_idx), ticket)
+
+
+def routing_of(
+    backend_name: str, group: RoutingGroup, topk_idx: jax.Array, ticket: jax.Array
+) -> Routing:
+    """Route without a Buffer, for programs that must not keep one alive."""
+    topk_idx, ticket = cast_varying(group.axis_names, topk_idx, ticket)
+    backend = _reference if backend_name == "reference" else _vjp
+    topk_idx, row_index, counts = backend.route(group, topk_idx, ticket)
+    return Routing(topk_idx=topk_idx, row_index=row_index, counts=counts, group=group)
+
+
+def routing_group(buffer: Buffer) -> RoutingGroup:
+    """The buffer's identity in its routings."""
+    return RoutingGroup(
+        buffer_id=buffer.id,
+        fingerprint=buffer.fingerprint,
+        axis_names=buffer.axis_names,
+        num_ranks=buffer.num_ranks,
+        experts_per_rank=buffer.experts_per_rank,
+    )
+
+
+def require_routings(op: str, buffer: Buffer) -> None:
+    """Raises EpUsageError if the buffer's mode has no routings, or its native module no targets."""
+    if buffer.config.mode != "high_throughput":
+        raise EpUsageError(
+            f"{op} was given buffer {buffer.id} of mode={buffer.config.mode!r}, which exchanges no "
+            "counts ahead; make another Buffer with EpConfig(mode='high_throughput')"
+        )
+    module = buffer.native_module
+    if module is not None and not hasattr(module, "read_notice"):
+        raise EpUsageError(
+            f"{op} is not offered by {module.__name__} in this version; make the Buffer with "
+            "backend='reference', or call dispatch with topk_idx"
+        )
+
+
+def check_topk_idx(buffer: Buffer, topk_idx: Any, num_parts: int) -> None:
+    """Requires int32 ``[num_parts * T, K]``, T within the config's limit."""
+    config = buffer.config
+    shape, _ = _shape_and_dtype("topk_idx", topk_idx)
+    rows = shape[0] if shape else 0
+    meaning = "[T, K] with the config's num_experts_per_tok"
+    if num_parts > 1:
+        meaning += f", T of each of {num_parts} devices along the first axis"
+    whole_parts = (-(-rows // num_parts) * num_parts, config.num_experts_per_tok)
+    _check_array("topk_idx", topk_idx, np.dtype(np.int32), whole_parts, meaning)
+    _check_num_tokens("topk_idx", rows // num_parts, config.max_tokens_per_rank)
 
 
 def combine(buffer: Buffer, y: jax.Array, routed: Routed) -> jax.Array:
@@ -185,16 +270,47 @@ def _check_place(op: str, buffer: Buffer) -> None:
 def _check_dispatch_arrays(buffer: Buffer, x: Any, topk_idx: Any, topk_weights: Any) -> None:
     config = buffer.config
     num_tokens = _check_rows("x", x, config.dtype, "T", config.hidden)
-    if num_tokens > config.max_tokens_per_rank:
-        raise EpUsageError(
-            f"x has {num_tokens} tokens on each rank, more than "
-            f"max_tokens_per_rank={config.max_tokens_per_rank}; raise "
-            "max_tokens_per_rank in the EpConfig, or split the call"
-        )
+    _check_num_tokens("x", num_tokens, config.max_tokens_per_rank)
     entries = (num_tokens, config.num_experts_per_tok)
     meaning = "[T, K] with x's T and the config's num_experts_per_tok"
     _check_array("topk_idx", topk_idx, np.dtype(np.int32), entries, meaning)
     _check_array("topk_weights", topk_weights, np.dtype(np.float32), entries, meaning)
+
+
+def _check_num_tokens(name: str, num_tokens: int, most: int) -> None:
+    if num_tokens > most:
+        raise EpUsageError(
+            f"{name} has {num_tokens} tokens on each rank, more than max_tokens_per_rank={most}; "
+            "raise max_tokens_per_rank in the EpConfig, or split the call"
+        )
+
+
+def _check_routing(buffer: Buffer, topk_idx: Any, routing: Any) -> jax.Array:
+    """Returns the routing's topk_idx."""
+    if not isinstance(routing, Routing):
+        raise EpUsageError(
+            f"routing={routing!r} is a {type(routing).__name__}; pass what route returned, or the "
+            "routing of a Notice"
+        )
+    if topk_idx is not None:
+        raise EpUsageError(
+            "dispatch was given topk_idx and a routing, which has one of its own; leave topk_idx "
+            "out"
+        )
+    group = routing.group
+    if (group.buffer_id, group.fingerprint) != (buffer.id, buffer.fingerprint):
+        raise EpUsageError(
+            f"routing was made by buffer {group.buffer_id}, not by buffer {buffer.id}; pass "
+            "dispatch the buffer that routed"
+        )
+    shape, _ = _shape_and_dtype("routing.topk_idx", routing.topk_idx)
+    int32 = np.dtype(np.int32)
+    _check_array("routing.topk_idx", routing.topk_idx, int32, shape, "")
+    _check_array("routing.row_index", routing.row_index, int32, shape, "that of routing.topk_idx")
+    counts = (buffer.num_ranks, buffer.config.num_experts)
+    meaning = "[R, E]; inside jax.shard_map a routing's arrays are split along their first axis"
+    _check_array("routing.counts", routing.counts, int32, counts, meaning)
+    return routing.topk_idx
 
 
 def _check_combine_arrays(buffer: Buffer, y: Any, routed: Any) -> None:
@@ -282,12 +398,6 @@ def _layout(
         experts_per_rank=buffer.experts_per_rank,
         capacity=rows,
         expert_alignment=alignment,
-        zero_tail=_boolean("zero_tail", zero_tail),
-        expand=_boolean("expand", expand),
+        zero_tail=boolean("zero_tail", zero_tail),
+        expand=boolean("expand", expand),
     )
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise EpUsageError(f"{name}={value!r} is a {type(value).__name__}; pass a bool")
-    return bool(value)

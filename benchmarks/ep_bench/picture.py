@@ -16,6 +16,8 @@ _TITLES = {
 _COLORS = {
     "native": "#0b5fa5",
     "native_unexpanded": "#5aa9e6",
+    "low_latency_compact": "#008080",
+    "low_latency_padded": "#40b5ad",
     "padded_all_to_all": "#e07b00",
     "all_gather": "#2e8b57",
     "ragged_all_to_all": "#b03a2e",

@@ -13,6 +13,7 @@ from .systems import OPS
 
 NATIVE = ("native",)
 BOTH_NATIVE = ("native", "native_unexpanded")
+LOW_LATENCY = ("low_latency_compact", "low_latency_padded")
 # Ragged takes a hundred times as long as the others, so it comes apart from them, and later.
 XLA = ("padded_all_to_all", "all_gather")
 RAGGED = ("ragged_all_to_all",)
@@ -44,7 +45,7 @@ class Point:
     @property
     def name(self) -> str:
         """For example T4096-H7168-K8-64sm; without num_sms, the systems stand last."""
-        groups = {XLA: "xla", RAGGED: "ragged"}
+        groups = {XLA: "xla", RAGGED: "ragged", LOW_LATENCY: "low_latency"}
         systems = groups.get(self.systems, "+".join(self.systems))
         last = systems if self.num_sms is None else f"{self.num_sms}sm"
         return f"T{self.T}-H{self.H}-K{self.K}-{last}"
@@ -55,6 +56,10 @@ DEFAULT = (
     Point(T=4096, num_sms=24, systems=BOTH_NATIVE),
     Point(T=4096, num_sms=48),
     Point(T=1024, num_sms=64, ops=OPS),
+    Point(T=128, systems=LOW_LATENCY),
+    Point(T=8, systems=LOW_LATENCY),
+    Point(T=128, num_sms=100, systems=LOW_LATENCY),
+    Point(T=8, num_sms=100, systems=LOW_LATENCY),
     Point(T=4096, systems=XLA, ops=OPS),
     Point(T=4096, num_sms=32),
     Point(T=4096, num_sms=16),

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jax_ep
 
-from . import argsort, exchange, gathered, padded, ragged
+from . import argsort, exchange, gathered, low_latency, padded, ragged
 from .workload import AXIS, Sizes, Workload
 
 OPS = ("dispatch", "combine", "roundtrip", "fwd_bwd")
@@ -144,6 +144,13 @@ _NATIVE_CALLS = {
 }
 
 
+_LOW_LATENCY_CALLS = {
+    "dispatch": {"jax_ep_ll_dispatch": 1},
+    "combine": {"jax_ep_ll_combine": 1},
+    "backward": {"jax_ep_ll_combine_grad": 1, "jax_ep_ll_combine": 1},
+}
+
+
 def _table() -> Iterator[System]:
     yield System(
         name="native",
@@ -161,6 +168,15 @@ def _table() -> Iterator[System]:
             ops=("dispatch",),
             wire_rows=lambda sizes: sizes.wire_rows,
             expanded=False,
+        )
+    for layout, ops in (("compact", OPS), ("padded", ("dispatch",))):
+        yield System(
+            name=f"low_latency_{layout}",
+            open=functools.partial(low_latency.open_buffer, layout, Operations, TIMEOUT_S),
+            calls=_LOW_LATENCY_CALLS,
+            opaque=True,
+            ops=ops,
+            wire_rows=lambda sizes: sizes.wire_rows,
         )
     yield System(
         name="padded_all_to_all",

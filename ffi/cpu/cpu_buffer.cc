@@ -80,7 +80,12 @@ class Registry {
 }  // namespace
 
 CpuBuffer::CpuBuffer(int64_t id, const CpuBufferOptions& options)
-    : id_(id), options_(options), layout_(layout_of(options)) {
+    : id_(id),
+      options_(options),
+      layout_(layout_of(options)),
+      notices_(static_cast<int>(options.device_ordinals.size()), layout_.shape.num_ranks,
+               options.num_experts,
+               [](int, int, int64_t num_words) { return make_process_counters(num_words); }) {
   for (size_t group = 0; group < options.device_ordinals.size(); ++group) {
     groups_.push_back(std::make_unique<Group>(layout_, timeout(), options.payload));
     const std::vector<int>& ranks = options.device_ordinals[group];

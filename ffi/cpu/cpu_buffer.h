@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/group.h"
+#include "transport/notice_board.h"
 
 namespace jax_ep {
 
@@ -41,6 +42,7 @@ class CpuBuffer {
   const WindowLayout& layout() const { return layout_; }
   int num_ranks() const { return layout_.shape.num_ranks; }
   std::vector<std::unique_ptr<Group>>& groups() { return groups_; }
+  NoticeBoard& notices() { return notices_; }
   std::optional<Place> find_device(int ordinal) const;
   int64_t window_bytes() const;
 
@@ -58,6 +60,7 @@ class CpuBuffer {
   const int64_t id_;
   const CpuBufferOptions options_;
   const WindowLayout layout_;
+  NoticeBoard notices_;
   std::vector<std::unique_ptr<Group>> groups_;
   std::unordered_map<int, Place> places_;
 };

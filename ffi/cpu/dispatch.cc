@@ -109,33 +109,17 @@ bool Dispatch::done(uint64_t epoch) {
 }
 
 void Dispatch::route(bool report_faults) {
-  const int num_tokens = args_.num_tokens;
-  const int topk = shape_.num_experts_per_tok;
-  DataFault faults;
-  context_.counts.assign(shape_.num_experts, 0);
-  context_.routes.assign(static_cast<size_t>(num_tokens) * topk, kNoRoute);
-  context_.owners.assign(static_cast<size_t>(num_tokens) * topk, -1);
-  for (int token = 0; token < num_tokens; ++token) {
-    const int32_t* experts = args_.topk_idx + static_cast<int64_t>(token) * topk;
-    for (int k = 0; k < topk; ++k) {
-      const int64_t entry = static_cast<int64_t>(token) * topk + k;
-      RouteFault fault;
-      const int expert = sanitised_expert(experts, k, shape_.num_experts, &fault);
-      args_.clean_topk_idx[entry] = expert;
-      if (fault != RouteFault::kNone && faults.count++ == 0) {
-        faults = {1, fault, token, k, experts[k]};
-      }
-      if (expert < 0) continue;
-      const int owner = expert / experts_per_rank_;
-      context_.owners[entry] = owner;
-      context_.routes[entry] =
-          pack_route(expert - owner * experts_per_rank_, context_.counts[expert]++);
-    }
+  if (args_.route.present()) {
+    adopt_entries(context_, args_.route, args_.topk_idx, args_.num_tokens);
+    return;
   }
+  const DataFault faults =
+      route_tokens(context_, args_.topk_idx, args_.num_tokens, args_.clean_topk_idx);
   if (report_faults && faults.count > 0) context_.report_data_fault(faults);
 }
 
 void Dispatch::send_counts(uint64_t epoch) {
+  if (args_.route.present()) return;  // every rank knows them
   for (int step = 0; step < session_.num_peers(); ++step) {
     const int peer = session_.peer(step);
     for (int expert = 0; expert < experts_per_rank_; ++expert) {
@@ -191,6 +175,10 @@ void Dispatch::write_message(char* to, int peer, int token, const char* packed) 
 }
 
 bool Dispatch::receive_counts(uint64_t epoch) {
+  if (args_.route.present()) {
+    adopt_counts(context_, args_.route, args_.num_tokens);
+    return true;
+  }
   const int num_ranks = session_.num_ranks();
   const int rank = session_.rank();
   context_.received.resize(static_cast<size_t>(experts_per_rank_) * num_ranks);

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/rank_context.h"
+#include "cpu/route.h"
 #include "protocol/numeric.h"
 #include "protocol/signals.h"
 
@@ -30,6 +31,9 @@ struct DispatchArgs {
   int64_t expert_rows = 0;
   // Where quantised with scales, tokens are float8.
   Float8Rows float8 = {};
+  // Where present, topk_idx is its sanitised one, clean_topk_idx is not written, and no counts are
+  // exchanged.
+  GivenRoute route = {};
 
   OperandView view() const { return {x, num_tokens, num_tokens, nullptr, nullptr, nullptr}; }
 };

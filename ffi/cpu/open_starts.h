@@ -27,7 +27,7 @@ class OpenStarts {
   bool admits(uint64_t last) const { return starts_.empty() || oldest() + kNumBuffers > last; }
 
   StartTicket open(uint64_t epoch, const OpTag& tag) {
-    starts_.push_back({epoch, tag, start_ticket(epoch, tag, generation_)});
+    starts_.push_back({epoch, tag, start_ticket(epoch, tag_value(tag), generation_)});
     return starts_.back().ticket;
   }
   std::optional<Start> close(const StartTicket& ticket) {

@@ -22,7 +22,8 @@ CudaSettings settings_of(const CudaBufferOptions& options) {
   }
   const WindowLayout layout = WindowLayout::make(
       {num_ranks, options.tokens_per_epoch, options.num_experts, options.num_experts_per_tok,
-       options.hidden * options.itemsize, /*staging=*/false});
+       options.hidden * options.itemsize, /*staging=*/false,
+       /*records=*/options.low_latency});
   return {num_ranks > 1 ? layout : without_payload(layout), options.max_tokens_per_rank,
           options.num_sms,
           std::chrono::duration_cast<std::chrono::nanoseconds>(

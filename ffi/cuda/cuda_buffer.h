@@ -25,6 +25,7 @@ struct CudaBufferOptions {
   double timeout_s;
   int64_t fingerprint;
   int num_sms;  // 0: chosen for each GPU
+  bool low_latency = false;
 };
 
 class CudaBuffer {

@@ -67,9 +67,9 @@ std::vector<std::pair<ErrorRecord, std::string>> CudaGroup::error_records() cons
   for (const auto& rank : ranks_) {
     if (const auto record = filed_error(rank->mailbox())) filed.push_back(*record);
   }
-  // A mismatch is a cause; timeouts of others may be its consequence.
+  // What is no timeout is a cause; timeouts of others may be its consequence.
   std::stable_partition(filed.begin(), filed.end(), [](const ErrorRecord& record) {
-    return record.kind == ErrorKind::kMismatch;
+    return record.kind != ErrorKind::kTimeout;
   });
   std::vector<std::pair<ErrorRecord, std::string>> records;
   for (const ErrorRecord& record : filed)

@@ -103,6 +103,7 @@ CudaRank::CudaRank(int ordinal, int rank, const CudaSettings& settings)
 void CudaRank::open(const std::vector<PeerMemory>& peers) {
   PeerTable table{};
   table.open = 1;
+  table.generation = generation_;
   for (size_t r = 0; r < peers.size(); ++r) {
     table.window[r] = peers[r].data;
     table.control[r] = peers[r].control;
@@ -121,6 +122,9 @@ void CudaRank::clear() {
   side_->fill(window_.memory().control, 0, window_.control_bytes());
   side_->fill(reinterpret_cast<char*>(&lasting()->state), 0, sizeof(RankState));
   side_->fill(scratch_.data(), 0, scratch_.bytes());
+  ++generation_;
+  side_->write(reinterpret_cast<char*>(&lasting()->peers.generation), &generation_,
+               sizeof(generation_));
   fill_payload();
   side_->finish();
   mailbox() = Mailbox{};
@@ -149,8 +153,13 @@ void CudaRank::abandon_memory() {
 }
 
 uint64_t CudaRank::epochs(Channel channel) {
-  const ControlLayout control{settings_.layout.shape.num_ranks};
   uint64_t epochs = 0;
+  if (settings_.layout.shape.records) {
+    const uint64_t* done = &lasting()->state.low_latency[channel].done;
+    side_->read(&epochs, reinterpret_cast<const char*>(done), sizeof(epochs));
+    return epochs / kLaunchShare;
+  }
+  const ControlLayout control{settings_.layout.shape.num_ranks};
   side_->read(&epochs, window_.memory().control + control.epoch(channel), sizeof(epochs));
   return epochs;
 }

@@ -70,6 +70,7 @@ class CudaRank {
   const CudaSettings settings_;
   DeviceLimits limits_{};
   int num_sms_ = 0;
+  uint32_t generation_ = 0;
   ScratchLayout scratch_layout_{};
   CudaWindow window_;
   DeviceMemory scratch_;

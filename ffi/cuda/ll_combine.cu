@@ -9,16 +9,20 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
     ll_combine_kernel(const __grid_constant__ LlCombineParams p) {
   extern __shared__ __align__(128) char shared[];
   __shared__ BlockState state;
+  __shared__ LlVerdict verdict;
   __shared__ LlCombineItem item;
   const LlCounters counters = LlCounters::read(p.op);
   const LlOpening opening = LlOpening::read(p.op, p.turn);
-  const OpContext ctx{p.op, state, counters.epoch(p.turn)};
+  const LlContext ctx{{p.op, state, counters.epoch(p.turn)}, verdict};
+  ctx.clear();
   LlCombine<Transport, kType> work(ctx, p, shared, item);
   work.prepare();
   const bool begun = begin_ll(ctx, p.turn, counters, opening);
-  if (begun) work.run(counters);
+  if (begun) work.run();
   const bool alone = p.turn.receive && !p.turn.send;
-  finish_ll(ctx, counters, begun, alone, [&] { spoil_ll_combine(p); }, [&] { send_credits(ctx); });
+  finish_ll(
+      ctx, p.turn, counters, begun, alone, [&] { spoil_ll_combine(p); },
+      [&] { send_credits(ctx); });
 }
 
 using Kernel = void (*)(LlCombineParams);
@@ -42,6 +46,8 @@ LlCombinePlan plan_ll_combine(const WindowShape& shape, int num_tokens, int num_
                               const DeviceLimits& limits) {
   constexpr int64_t kStaticBytes = 2048;
   LlCombinePlan plan{};
+  plan.by_experts_per_tok = LlDivisor::of(shape.num_experts_per_tok);
+  plan.by_experts_per_rank = LlDivisor::of(shape.experts_per_rank());
   SharedLayout layout(limits.max_shared_bytes - kStaticBytes);
   plan.list_offset = layout.take(static_cast<int64_t>(sizeof(LlCombineRow)) * shape.num_ranks *
                                  shape.num_experts_per_tok);

@@ -13,6 +13,8 @@ namespace jax_ep::gpu {
 // Offsets are into dynamic shared memory.
 struct LlCombinePlan {
   LlGrid grid;
+  LlDivisor by_experts_per_tok;
+  LlDivisor by_experts_per_rank;
   int64_t list_offset;
   int64_t shared_bytes;
 };
@@ -26,15 +28,15 @@ struct LlCombineParams {
   Operation op;
   LlCombinePlan plan;
   LlTurn turn;
-  const char* y;                    // [capacity] rows, where recv_rows says
-  const float* row_weights;         // [capacity], or null: every weight is 1
-  const float* row_scalars;         // [capacity], or null: no scalars
-  const int32_t* topk_idx;          // [T, K]
-  const int32_t* recv_rows;         // [R, T, K]
-  char* out;                        // [T] rows
-  float* scalars;                   // [T, K], or null
-  const int64_t* waited_ns_before;  // [R], or null
-  int64_t* waited_ns;               // [R] as in LlDispatchParams
+  const char* y;                     // [capacity] rows, where recv_rows says
+  const float* row_weights;          // [capacity], or null: every weight is 1
+  const float* row_scalars;          // [capacity], or null: no scalars
+  const int32_t* topk_idx;           // [T, K]
+  const int32_t* recv_rows;          // [R, T, K]
+  char* out;                         // [T] rows
+  float* scalars;                    // [T, K], or null
+  const uint32_t* waited_ns_before;  // [R], or null
+  uint32_t* waited_ns;               // [R] as in LlDispatchParams
   int64_t capacity;
   RowType row_type;
 };

@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 template <class Transport, RowType kType>
 class LlCombineGrad {
  public:
-  __device__ LlCombineGrad(const OpContext& ctx, const CombineGradParams& p,
+  __device__ LlCombineGrad(const LlContext& ctx, const CombineGradParams& p,
                            uint32_t (&destinations)[2])
       : ctx_(ctx),
         p_(p),
@@ -22,10 +22,9 @@ class LlCombineGrad {
         num_vectors_(static_cast<int>(p.op.layout.shape.row_bytes / 16)) {}
 
   // All threads, once the operation has begun.
-  __device__ void run(const LlTurn& turn, const LlCounters& counters) {
+  __device__ void run() {
     mark_named_rows(p_);
     for (int t = blockIdx.x; t < p_.op.num_tokens; t += gridDim.x) send(t);
-    check_in(p_.op, turn, counters);
     meet_peers(ctx_, nullptr, nullptr);
     for (int t = blockIdx.x; t < p_.op.num_tokens; t += gridDim.x) {
       make_rows(p_.g + t * p_.op.layout.shape.row_bytes, {ctx_.rank(), t});
@@ -88,15 +87,12 @@ class LlCombineGrad {
   __device__ bool comes(MessageId id) const {
     const int64_t offset = p_.op.layout.dispatch_flag(parity_of(ctx_.epoch), id.peer, id.token);
     const auto* flag = reinterpret_cast<const uint32_t*>(ctx_.own_window(offset));
-    BoundedWait bound;
+    LlWait bound;
     Arrival arrival = Arrival::kPending;
     while (threadIdx.x == 0 && arrival == Arrival::kPending) {
       const uint32_t seen = load_relaxed<kSystemScope>(flag);
       arrival = read_arrival(seen, ctx_.epoch);
-      if (bound.over(ctx_, WaitFor::kRow, id.peer, ctx_.epoch, arrival_flag(ctx_.epoch, true),
-                     seen)) {
-        break;
-      }
+      if (bound.over(ctx_, WaitFor::kRow, id.peer, seen)) break;
     }
     return __syncthreads_or(arrival == Arrival::kArrived);
   }
@@ -112,7 +108,7 @@ class LlCombineGrad {
     }
   }
 
-  const OpContext& ctx_;
+  const LlContext& ctx_;
   const CombineGradParams& p_;
   uint32_t (&destinations_)[2];
   const int num_vectors_;
@@ -122,21 +118,19 @@ template <class Transport, RowType kType>
 __global__ void __launch_bounds__(kThreads, 1)
     ll_combine_grad_kernel(const __grid_constant__ LlCombineGradParams params) {
   __shared__ BlockState state;
+  __shared__ LlVerdict verdict;
   __shared__ uint32_t destinations[2];
   const CombineGradParams& p = params.grad;
-  const LlTurn turn{true, true, nullptr, nullptr};
+  const LlTurn& turn = params.turn;
   const LlCounters counters = LlCounters::read(p.op);
   const LlOpening opening = LlOpening::read(p.op, turn);
-  const OpContext ctx{p.op, state, counters.epoch(turn)};
+  const LlContext ctx{{p.op, state, counters.epoch(turn)}, verdict};
+  ctx.clear();
   const bool begun = begin_ll(ctx, turn, counters, opening);
-  if (begun) LlCombineGrad<Transport, kType>(ctx, p, destinations).run(turn, counters);
+  if (begun) LlCombineGrad<Transport, kType>(ctx, p, destinations).run();
   finish_ll(
-      ctx, counters, begun, true, [&] { spoil_combine_grad(p); },
-      [&] {
-        auto* words = reinterpret_cast<uint32_t*>(p.op.state());
-        fill(words, static_cast<int64_t>(sizeof(ChannelState) / 4), 0u,
-             static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
-      });
+      ctx, turn, counters, begun, true, [&] { spoil_combine_grad(p); },
+      [&] { clear_channel_state(p.op); });
 }
 
 using Kernel = void (*)(LlCombineGradParams);

@@ -12,6 +12,7 @@ namespace jax_ep::gpu {
 // the rows past an expert's count get zeros.
 struct LlCombineGradParams {
   CombineGradParams grad;
+  LlTurn turn;  // fused
   int num_blocks;
 };
 

@@ -20,6 +20,9 @@ enum class LlOutput : int {
 // and one block routes or places for all in device memory.
 struct LlDispatchPlan {
   LlGrid grid;
+  LlDivisor by_experts_per_tok;
+  LlDivisor by_experts_per_rank;
+  int experts_per_rank;
   int mask_words;  // per expert: a bit for every token
   int64_t masks_offset;
   int64_t bases_offset;
@@ -53,11 +56,11 @@ struct LlDispatchParams {
   int32_t* recv_rows;         // [R, T, K] output row of each entry, -1 for none
   // Statistics, or null: what came before, and that plus this operation's share.
   const int32_t* expert_tokens_before;  // [E_l]
-  int32_t* expert_tokens;               // [E_l] rows sent to the expert, dropped ones as well
-  const int64_t* waited_ns_before;      // [R]
-  int64_t* waited_ns;  // [R] from when we begin to receive until we see that the peer has begun to
-                       // send
-  int64_t capacity;    // E_l * R * T when padded
+  int32_t* expert_tokens;               // [E_l] group_sizes added, modulo 2^32
+  const uint32_t* waited_ns_before;     // [R]
+  uint32_t* waited_ns;  // [R] from when we begin to receive until we see that the peer has begun to
+                        // send
+  int64_t capacity;     // E_l * R * T when padded
   bool padded;
   bool zero_tail;  // compact: rows past the last are zeros, else not written
   LlOutput output;

@@ -2,60 +2,156 @@
 // one launch, or in two: `start` sends and returns, `done` receives, and two operations of a
 // channel may be between the two.
 //
-// Nothing is done at the end of a launch that could be done earlier, because a round trip to a
-// counter would be a tenth of the operation: blocks check in once they have used the counters, and
-// the last to check in advances them. Launches of one channel follow each other on the device.
+// A round trip to a counter, a fence or a call would each be a tenth of the operation. So blocks
+// add their share to a counter and do not look at it, nothing is fenced that is not an error, and
+// a thread whose wait took too long only writes that down: the block tells the others at its end.
 #pragma once
 
 #include "cuda/ll_window.h"
 #include "cuda/operation.cuh"
+#include "protocol/split.h"
 
 namespace jax_ep::gpu {
 
+// In shared memory: what the first of the block's threads that gave up has to say.
+struct LlVerdict {
+  uint32_t given;
+  ErrorKind kind;
+  WaitFor wait;
+  int32_t peer;
+  uint64_t expected;
+  uint64_t seen;
+  uint64_t deadline;  // of all waits of the block, from the first that lasts a while; 0: none did
+};
+
+class LlWait;
+
+struct LlContext : OpContext {
+  using Wait = LlWait;
+
+  LlVerdict& verdict;
+
+  // All threads, before any may give up.
+  __device__ void clear() const {
+    if (threadIdx.x != 0) return;
+    block.aborted = 0;
+    verdict.given = 0;
+    verdict.deadline = 0;
+  }
+};
+
+__device__ inline void write_down(const LlContext& ctx, ErrorKind kind, WaitFor wait, int peer,
+                                  uint64_t expected, uint64_t seen) {
+  LlVerdict& verdict = ctx.verdict;
+  if (atomicExch(&verdict.given, 1u) == 0) {
+    verdict.kind = kind;
+    verdict.wait = wait;
+    verdict.peer = peer;
+    verdict.expected = expected;
+    verdict.seen = seen;
+  }
+  ctx.abort();
+}
+__device__ inline void give_up(const LlContext& ctx, const ErrorRecord& record) {
+  write_down(ctx, record.kind, record.wait, record.peer, record.expected, record.seen);
+}
+
+// As BoundedWait, without a call.
+class LlWait {
+ public:
+  __device__ bool over(const LlContext& ctx, WaitFor wait, int peer, uint64_t seen) {
+    if (++polls_ % kPollsPerCheck != 0) return false;
+    if (ctx.aborted()) return true;
+    if (window_poisoned(ctx.op)) {
+      ctx.abort();
+      return true;
+    }
+    const uint64_t now = nanoseconds();
+    const uint64_t deadline = load_relaxed<kBlockScope>(&ctx.verdict.deadline);
+    if (deadline == 0) store_relaxed<kBlockScope>(&ctx.verdict.deadline, now + ctx.op.timeout_ns);
+    if (deadline == 0 || now < deadline) return false;
+    write_down(ctx, ErrorKind::kTimeout, wait, peer, 0, seen);
+    return true;
+  }
+  __device__ bool over(const LlContext& ctx, WaitFor wait, int peer, uint64_t, uint64_t,
+                       uint64_t seen) {
+    return over(ctx, wait, peer, seen);
+  }
+
+ private:
+  static constexpr uint32_t kPollsPerCheck = 64;
+  uint32_t polls_ = 0;
+};
+
+// One thread: tells the host, and all ranks of the group, what the block has written down.
+__device__ __noinline__ inline void announce(const OpContext ctx, const LlVerdict& verdict) {
+  if (verdict.kind == ErrorKind::kTimeout) {
+    const uint64_t expected =
+        verdict.wait == WaitFor::kCredit ? ctx.epoch - kNumBuffers : epoch_word(ctx.epoch, 0);
+    give_up_waiting(ctx, verdict.wait, verdict.peer, ctx.epoch, expected, verdict.seen);
+  } else {
+    give_up(ctx, {verdict.kind, ctx.op.kind, verdict.wait, ctx.rank(), verdict.peer, ctx.epoch,
+                  verdict.expected, verdict.seen});
+  }
+}
+
+// A token, and the part of its columns that a block moves, one to a thread.
+struct LlItem {
+  int token;
+  int column;
+  bool first_part;
+  bool has_column;  // this thread has
+
+  __device__ static LlItem of(const LlGrid& grid, int item) {
+    const int token = item / grid.num_parts;
+    const int part = item - token * grid.num_parts;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int column = part * grid.part_columns + thread;
+    return {token, column, part == 0, thread < grid.part_columns && column < grid.num_columns};
+  }
+};
+
 // As this launch finds them.
 struct LlCounters {
-  uint64_t done;
   uint64_t started;
-  uint32_t finished_base;
+  uint64_t done;
 
   __device__ static LlCounters read(const Operation& op) {
-    const int64_t offset = op.control_layout().epoch(op.channel);
     const LowLatencyState* state = op.low_latency_state();
-    return {*reinterpret_cast<const uint64_t*>(op.control + offset), state->started,
-            state->finished_base};
+    return {load_relaxed<kDeviceScope>(&state->started) / kLaunchShare,
+            load_relaxed<kDeviceScope>(&state->done) / kLaunchShare};
   }
   __device__ uint64_t epoch(const LlTurn& turn) const { return (turn.send ? started : done) + 1; }
 };
 
-// The last thread of each block, between sending and receiving: there the round trip hides behind
-// the wire. Relaxed is enough: the block has long used the counters, so that its loads of them are
-// over.
-__device__ inline void check_in(const Operation& op, const LlTurn& turn,
-                                const LlCounters& counters) {
-  if (threadIdx.x != blockDim.x - 1) return;
+__device__ inline uint64_t share_of_block() {
+  return speaks_for_rank() ? kLaunchShare - (gridDim.x - 1) : 1;
+}
+
+// One thread of each block, when the block has used the counters. Nothing is ordered by it but the
+// launches that follow.
+__device__ inline void add_share(const Operation& op, const LlTurn& turn) {
+  using Word = unsigned long long;
   LowLatencyState* state = op.low_latency_state();
-  cuda::atomic_ref<uint32_t, kDeviceScope> checked_in(state->checked_in.value);
-  if (checked_in.fetch_add(1, cuda::memory_order_relaxed) + 1 != gridDim.x) return;
-  state->checked_in.value = 0;
-  state->finished_base = counters.finished_base + gridDim.x;
-  if (turn.send) state->started = counters.epoch(turn);
-  if (turn.receive) {
-    const int64_t offset = op.control_layout().epoch(op.channel);
-    *reinterpret_cast<uint64_t*>(op.control + offset) = counters.epoch(turn);
-  }
+  const auto share = static_cast<Word>(share_of_block());
+  if (turn.send) atomicAdd(reinterpret_cast<Word*>(&state->started), share);
+  if (turn.receive) atomicAdd(reinterpret_cast<Word*>(&state->done), share);
 }
 
 // All threads of all blocks decide alike. An operation out of turn would read or overwrite another
 // one's buffer: more than two starts without their done, a done that is not the oldest start's, a
 // fused operation between a start and its done.
-__device__ inline bool in_turn(const LlTurn& turn, const LlCounters& counters, uint32_t pending) {
+__device__ inline bool in_turn(const LlContext& ctx, const LlTurn& turn, const LlCounters& counters,
+                               const StartTicket& pending, uint32_t generation) {
   const uint64_t in_flight = counters.started - counters.done;
   if (turn.send && turn.receive) return in_flight == 0;
   if (turn.send) return in_flight < kNumBuffers;
-  return in_flight > 0 && pending == static_cast<uint32_t>(counters.epoch(turn));
+  return in_flight > 0 && same_ticket(pending, start_ticket(ctx.epoch, ctx.op.tag, generation));
 }
 
-__device__ inline void give_up_out_of_turn(const OpContext& ctx, const LlTurn& turn,
+// Of a done the record expects the epoch itself, of all others an earlier one: the texts of
+// kUsage tell them apart by that.
+__device__ inline void give_up_out_of_turn(const LlContext& ctx, const LlTurn& turn,
                                            const LlCounters& counters, uint32_t pending) {
   give_up(ctx, {ErrorKind::kUsage, ctx.op.kind, WaitFor::kStart, ctx.rank(), ctx.rank(), ctx.epoch,
                 turn.send ? counters.done : ctx.epoch, turn.send ? counters.started : pending});
@@ -73,7 +169,8 @@ __device__ inline int64_t ll_tag_offset(const OpContext& ctx) {
 struct LlOpening {
   uint32_t open;
   uint32_t poison;
-  uint32_t pending;  // of a done
+  uint32_t generation;
+  StartTicket pending;  // of a done
   int32_t rank_operand;
   // Of this thread's peer.
   uint64_t credit;
@@ -88,7 +185,8 @@ struct LlOpening {
     o.control = op.peers->control[peer];
     o.open = op.peers->open;
     o.rank_operand = *op.rank_operand;
-    o.pending = turn.send ? 0 : *turn.pending_epoch;
+    o.generation = op.peers->generation;
+    o.pending = turn.send ? StartTicket{} : StartTicket{turn.ticket[0], turn.ticket[1]};
     // Only stores depend on the credit, and they follow a branch on it.
     o.credit = load_relaxed<kSystemScope>(
         reinterpret_cast<uint64_t*>(op.control + control.credit(op.channel, peer)));
@@ -100,7 +198,7 @@ struct LlOpening {
 
 // One thread per peer, of every block. A credit is sent before any is waited for, so that ranks
 // cannot wait for each other.
-__device__ inline bool greet_ll(const OpContext& ctx, const LlTurn& turn,
+__device__ inline bool greet_ll(const LlContext& ctx, const LlTurn& turn,
                                 const LlCounters& counters, const LlOpening& opening) {
   const Operation& op = ctx.op;
   const int peer = static_cast<int>(threadIdx.x);
@@ -121,60 +219,74 @@ __device__ inline bool greet_ll(const OpContext& ctx, const LlTurn& turn,
   return check_rank_operand(ctx);
 }
 
-// All threads of all blocks: reads what the block needs of device memory and greets the peers.
-// False when the operation is aborted; otherwise the caller has check_in() to call. A block
+// One thread: what the program gets whether or not the operation begins.
+__device__ inline void write_turn_outputs(const OpContext& ctx, const LlTurn& turn,
+                                          uint32_t generation) {
+  if (turn.order_token != nullptr) *turn.order_token = 0.0f;
+  if (turn.ticket_out == nullptr) return;
+  const StartTicket ticket = start_ticket(ctx.epoch, ctx.op.tag, generation);
+  turn.ticket_out[0] = ticket.epoch;
+  turn.ticket_out[1] = ticket.check;
+}
+
+// All threads of all blocks: greets the peers. False when the operation is aborted. A block
 // barrier.
-__device__ inline bool begin_ll(const OpContext& ctx, const LlTurn& turn,
+__device__ inline bool begin_ll(const LlContext& ctx, const LlTurn& turn,
                                 const LlCounters& counters, const LlOpening& opening) {
   const Operation& op = ctx.op;
   const int peer = static_cast<int>(threadIdx.x);
-  if (peer == 0) ctx.block.aborted = 0;
   if (peer < op.num_ranks()) {
     ctx.block.window[peer] = opening.window;
     ctx.block.control[peer] = opening.control;
   }
   bool ready = opening.open != 0 && opening.poison == 0;
-  if (ready && !in_turn(turn, counters, opening.pending)) {
+  if (ready && !in_turn(ctx, turn, counters, opening.pending, opening.generation)) {
     ready = false;
     if (speaks_for_rank() && peer == 0) {
-      give_up_out_of_turn(ctx, turn, counters, opening.pending);
+      give_up_out_of_turn(ctx, turn, counters, opening.pending.epoch);
     }
   }
   if (ready && peer < op.num_ranks()) ready = greet_ll(ctx, turn, counters, opening);
-  if (peer == 0 && speaks_for_rank() && turn.epoch_out != nullptr) {
-    *turn.epoch_out = static_cast<uint32_t>(ctx.epoch);
-  }
-  const bool begun = __syncthreads_and(ready);
-  if (!begun) check_in(op, turn, counters);
-  return begun;
+  if (peer == 0 && speaks_for_rank()) write_turn_outputs(ctx, turn, opening.generation);
+  return __syncthreads_and(ready);
 }
 
 // Threads of the speaking block, one per peer: the peer is at the same operation as we are. With
-// `waited`, how long it kept us waiting is added to it.
-__device__ inline void meet_peers(const OpContext& ctx, const int64_t* waited_before,
-                                  int64_t* waited) {
+// `waited`, how long it kept us waiting is added to it, modulo 2^32.
+__device__ inline void meet_peers(const LlContext& ctx, const uint32_t* waited_before,
+                                  uint32_t* waited) {
   const int peer = static_cast<int>(threadIdx.x);
   if (!speaks_for_rank() || peer >= ctx.num_ranks()) return;
   const uint64_t begin = waited != nullptr ? nanoseconds() : 0;
   check_tag(ctx, peer);
   if (waited == nullptr) return;
-  waited[peer] = waited_before[peer] + static_cast<int64_t>(nanoseconds() - begin);
+  const auto nanoseconds_here = static_cast<uint32_t>(nanoseconds() - begin);
+  waited[peer] = waited_before[peer] + (peer == ctx.rank() ? 0 : nanoseconds_here);
 }
 
-// One block of those that gave up overwrites the outputs, once all others have ended. They all end:
-// each of their waits has a deadline.
+// One block of those that gave up overwrites the outputs, once all others have added their share.
+// They all do: each of their waits has a deadline.
 template <class Spoil>
-__device__ void spoil_once(const OpContext& ctx, const LlCounters& counters, Spoil spoil) {
+__device__ __noinline__ void spoil_once(const LlContext ctx, const LlTurn& turn,
+                                        const LlCounters counters, Spoil spoil) {
+  // A share says that the block has issued its last store, not that the store is done: a fence
+  // there would cost every operation a microsecond for the sake of one that fails.
+  constexpr uint64_t kStoresTakeNs = 50'000;
   LowLatencyState* state = ctx.op.low_latency_state();
   if (threadIdx.x == 0) {
-    cuda::atomic_ref<uint32_t, kDeviceScope> failed(state->failed.value);
-    const bool first = failed.fetch_add(1, cuda::memory_order_relaxed) == 0;
-    ctx.block.is_last_block = first;
-    const uint32_t others = gridDim.x - 1;
-    while (first &&
-           load_acquire<kDeviceScope>(&state->finished.value) - counters.finished_base != others) {
+    if (ctx.verdict.given != 0) announce(ctx, ctx.verdict);
+    ctx.block.is_last_block = atomicAdd(&state->failed.value, 1u) == 0;
+    if (ctx.block.is_last_block != 0) {
+      const uint64_t* counter = turn.send ? &state->started : &state->done;
+      const uint64_t before = (turn.send ? counters.started : counters.done) * kLaunchShare;
+      const uint64_t others = kLaunchShare - share_of_block();
+      while (load_acquire<kDeviceScope>(counter) - before != others) {
+      }
+      const uint64_t begin = nanoseconds();
+      while (nanoseconds() - begin < kStoresTakeNs) {
+      }
+      store_relaxed<kDeviceScope>(&state->failed.value, 0u);
     }
-    if (first) store_relaxed<kDeviceScope>(&state->failed.value, 0u);
   }
   __syncthreads();
   if (ctx.block.is_last_block != 0) spoil();
@@ -184,21 +296,28 @@ __device__ void spoil_once(const OpContext& ctx, const LlCounters& counters, Spo
 // All threads of all blocks, when their work is done. `needs_last`: the block that ends last calls
 // `at_last` with all its threads.
 template <class Spoil, class AtLast>
-__device__ void finish_ll(const OpContext& ctx, const LlCounters& counters, bool begun,
-                          bool needs_last, Spoil spoil, AtLast at_last) {
-  if (__syncthreads_or(!begun || ctx.aborted())) spoil_once(ctx, counters, spoil);
+__device__ void finish_ll(const LlContext& ctx, const LlTurn& turn, const LlCounters& counters,
+                          bool begun, bool needs_last, Spoil spoil, AtLast at_last) {
+  if (__syncthreads_or(!begun || ctx.aborted())) spoil_once(ctx, turn, counters, spoil);
+  if (threadIdx.x == 0) add_share(ctx.op, turn);
+  if (!needs_last) return;
   LowLatencyState* state = ctx.op.low_latency_state();
-  cuda::atomic_ref<uint32_t, kDeviceScope> finished(state->finished.value);
-  if (!needs_last) {
-    if (threadIdx.x == 0) finished.fetch_add(1, cuda::memory_order_release);
-    return;
-  }
   if (threadIdx.x == 0) {
-    const uint32_t count = finished.fetch_add(1, cuda::memory_order_acq_rel) + 1;
-    ctx.block.is_last_block = count - counters.finished_base == gridDim.x;
+    cuda::atomic_ref<uint32_t, kDeviceScope> finished(state->finished.value);
+    ctx.block.is_last_block = finished.fetch_add(1, cuda::memory_order_acq_rel) + 1 == gridDim.x;
   }
   __syncthreads();
-  if (ctx.block.is_last_block != 0) at_last();
+  if (ctx.block.is_last_block == 0) return;
+  if (threadIdx.x == 0) store_relaxed<kDeviceScope>(&state->finished.value, 0u);
+  at_last();
+}
+
+// All threads of the block that ends last, where an operation used the counters of the channel.
+__device__ __noinline__ inline void clear_channel_state(const Operation& op) {
+  auto* words = reinterpret_cast<uint32_t*>(op.state());
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(ChannelState) / 4); i += blockDim.x) {
+    words[i] = 0;
+  }
 }
 
 // All threads of the block that ends a `done`: a peer that is two operations ahead may go on at

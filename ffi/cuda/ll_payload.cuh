@@ -23,20 +23,20 @@ __device__ inline void restore_sentinels(void* at) {
 
 // Waits for 16 bytes of a message from `peer`, of which `v` is what a first look has seen. When the
 // operation is aborted, whatever is there.
-__device__ inline void wait_for_payload(const OpContext& ctx, const void* at, int peer, uint4* v) {
-  BoundedWait bound;
+__device__ inline void wait_for_payload(const LlContext& ctx, const void* at, int peer, uint4* v) {
+  LlWait bound;
   while (!has_arrived(*v)) {
-    if (bound.over(ctx, WaitFor::kRow, peer, ctx.epoch, 0, v->x)) return;
+    if (bound.over(ctx, WaitFor::kRow, peer, v->x)) return;
     *v = load_words(at);
   }
 }
-__device__ inline uint32_t wait_for_payload_word(const OpContext& ctx, const uint32_t* at,
+__device__ inline uint32_t wait_for_payload_word(const LlContext& ctx, const uint32_t* at,
                                                  int peer) {
-  BoundedWait bound;
+  LlWait bound;
   while (true) {
     const uint32_t word = load_relaxed<kSystemScope>(at);
     if (word != kSentinel) return word;
-    if (bound.over(ctx, WaitFor::kRow, peer, ctx.epoch, 0, word)) return word;
+    if (bound.over(ctx, WaitFor::kRow, peer, word)) return word;
   }
 }
 
@@ -53,16 +53,14 @@ __device__ inline void store_record(void* at, uint64_t epoch, uint32_t route, fl
 }
 
 // No route when the operation is aborted.
-__device__ inline RouteRecord wait_for_record(const OpContext& ctx, const void* at, int peer) {
-  BoundedWait bound;
+__device__ inline RouteRecord wait_for_record(const LlContext& ctx, const void* at, int peer) {
+  LlWait bound;
   while (true) {
     const ulonglong2 words = load_long_words(at);
     if (word_is_of(words.x, ctx.epoch) && word_is_of(words.y, ctx.epoch)) {
       return {word_value(words.x), __uint_as_float(word_value(words.y))};
     }
-    if (bound.over(ctx, WaitFor::kRow, peer, ctx.epoch, epoch_word(ctx.epoch, 0), words.x)) {
-      return {};
-    }
+    if (bound.over(ctx, WaitFor::kRow, peer, words.x)) return {};
   }
 }
 

@@ -37,50 +37,63 @@ __device__ __noinline__ bool route_in_device_memory(const OpContext ctx,
   return !__syncthreads_or(ctx.aborted());
 }
 
-// All threads of one block: the faults that its threads have found, `count` of them by this one.
-__device__ __noinline__ inline void report_some_faults(const LlDispatchParams& p, uint64_t first,
-                                                       int count) {
-  __shared__ unsigned long long first_of_all;
-  __shared__ int count_of_all;
-  if (threadIdx.x == 0) {
-    first_of_all = ~0ull;
-    count_of_all = 0;
-  }
-  __syncthreads();
-  atomicMin(&first_of_all, static_cast<unsigned long long>(first));
-  atomicAdd(&count_of_all, count);
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  ChannelState* state = p.op.state();
-  state->fault_count.value = static_cast<uint32_t>(count_of_all);
-  state->first_fault = ~static_cast<uint64_t>(first_of_all);
-  report_faults(p.op);
-  state->fault_count.value = 0;
-  state->first_fault = 0;
+// As sanitise_in_warp(), for a warp that holds one token, lane k entry k.
+__device__ inline int sanitise_token(int expert, int num_experts, RouteFault* fault) {
+  const bool in_range = expert >= 0 && expert < num_experts;
+  const unsigned same = __match_any_sync(kFullWarp, in_range ? expert : -1 - lane_id());
+  const bool repeated = in_range && (same & lanes_below()) != 0;
+  *fault = repeated                   ? RouteFault::kDuplicate
+           : in_range || expert == -1 ? RouteFault::kNone
+                                      : RouteFault::kOutOfRange;
+  return in_range && !repeated ? expert : -1;
 }
 
-// All threads of one block: looks for faults in all tokens.
-__device__ inline void report_all_faults(const LlDispatchParams& p) {
-  const int num_experts_per_tok = p.op.layout.shape.num_experts_per_tok;
-  const int num_entries = p.op.num_tokens * num_experts_per_tok;
-  uint64_t first = ~uint64_t{0};
-  int count = 0;
-  for (int i = threadIdx.x; i < num_entries; i += blockDim.x) {
-    const int token = i / num_experts_per_tok;
-    const int k = i - token * num_experts_per_tok;
-    const int32_t* topk = p.topk_idx + int64_t{token} * num_experts_per_tok;
-    RouteFault fault;
-    sanitised_expert(topk, k, p.op.layout.shape.num_experts, &fault);
-    if (fault == RouteFault::kNone) continue;
-    ++count;
-    first = min(first, pack_fault(token, k, fault == RouteFault::kDuplicate, topk[k]));
+// One warp: the faults of a token's entries, lane k's of entry k. Blocks come here in any order;
+// the host is to see the first fault of the operation.
+__device__ inline void report_token_faults(const Operation& op, uint64_t epoch, int token,
+                                           RouteFault fault, int32_t value) {
+  const unsigned faulty = __ballot_sync(kFullWarp, fault != RouteFault::kNone);
+  if (lane_id() == __ffs(faulty) - 1) {
+    const uint64_t packed = pack_fault(token, lane_id(), fault == RouteFault::kDuplicate, value);
+    LowLatencyState* state = op.low_latency_state();
+    cuda::atomic_ref<uint32_t, kDeviceScope> lock(state->fault_lock.value);
+    while (lock.exchange(1, cuda::memory_order_acquire) != 0) {
+    }
+    volatile Mailbox* mailbox = op.mailbox;
+    const uint64_t found = mailbox->faults_found;
+    const bool shows_none = mailbox->faults_taken == found;
+    if (shows_none || (state->fault_epoch == epoch && packed < mailbox->first_fault)) {
+      mailbox->first_fault = packed;
+      state->fault_epoch = epoch;
+      fence_system();
+    }
+    mailbox->faults_found = found + __popc(faulty);
+    lock.store(0, cuda::memory_order_release);
   }
-  if (__syncthreads_or(count)) report_some_faults(p, first, count);
+  __syncwarp();
+}
+
+// One warp, once per block: looks again for the faults of the tokens whose first part the block
+// has.
+__device__ __noinline__ inline void report_block_faults(const LlDispatchParams& p, uint64_t epoch) {
+  const int num_experts_per_tok = p.op.layout.shape.num_experts_per_tok;
+  const int num_items = p.plan.grid.num_items(p.op.num_tokens);
+  for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
+    const LlItem item = LlItem::of(p.plan.grid, i);
+    if (!item.first_part) continue;
+    int32_t value = -1;
+    if (lane_id() < num_experts_per_tok) {
+      value = p.topk_idx[int64_t{item.token} * num_experts_per_tok + lane_id()];
+    }
+    RouteFault fault;
+    sanitise_token(value, p.op.layout.shape.num_experts, &fault);
+    report_token_faults(p.op, epoch, item.token, fault, value);
+  }
 }
 
 class LlRouter {
  public:
-  __device__ LlRouter(const OpContext& ctx, const LlDispatchParams& p, char* shared)
+  __device__ LlRouter(const LlContext& ctx, const LlDispatchParams& p, char* shared)
       : ctx_(ctx),
         p_(p),
         num_experts_(p.op.layout.shape.num_experts),
@@ -98,17 +111,17 @@ class LlRouter {
     for (int i = 0; i < kAhead; ++i) ahead_[i] = expert_at(index_of(i));
   }
 
-  // All threads, once. False when the operation is aborted; else routes can be asked for, and the
-  // counts are on their way: before any payload, behind which they would queue.
+  // All threads, once, with routes in shared memory. Then routes can be asked for, and the counts
+  // are on their way: before any payload, behind which they would queue.
   template <class Transport>
-  __device__ bool run() {
-    if (!routes_in_shared(p_)) return route_in_device_memory<Transport>(ctx_, p_);
+  __device__ void run() {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) mark(index_of(i), ahead_[i]);
+#pragma unroll 1
     for (int i = index_of(kAhead); i < num_entries_; i += blockDim.x) mark(i, expert_at(i));
     __syncthreads();
+#pragma unroll 1
     for (int r = blockIdx.x; r < ctx_.num_ranks(); r += gridDim.x) send_counts<Transport>(r);
-    return true;
   }
 
   // Lanes below K of one warp: the route of entry k, whose expert is sanitised.
@@ -116,9 +129,9 @@ class LlRouter {
     const int64_t entry = int64_t{token} * num_experts_per_tok_ + lane_id();
     if (!routes_in_shared(p_)) return p_.op.scratch.routes[entry];
     if (expert < 0) return {-1, kNoRoute};
-    const int experts_per_rank = p_.op.layout.shape.experts_per_rank();
-    const int rank = expert / experts_per_rank;
-    return {rank, pack_route(expert - rank * experts_per_rank, bits_before(expert, token))};
+    const int rank = p_.plan.by_experts_per_rank.quotient(expert);
+    const int local = expert - rank * p_.plan.experts_per_rank;
+    return {rank, pack_route(local, bits_before(expert, token))};
   }
 
  private:
@@ -131,29 +144,32 @@ class LlRouter {
   // A token that names an expert twice counts once: it sets the same bit.
   __device__ void mark(int entry, int expert) {
     if (expert < 0 || expert >= num_experts_) return;
-    const int token = entry / num_experts_per_tok_;
+    const int token = p_.plan.by_experts_per_tok.quotient(entry);
     atomicOr(&masks_[expert * p_.plan.mask_words + token / 32], 1u << (token % 32));
   }
   __device__ int bits_before(int expert, int token) const {
     const uint32_t* words = masks_ + expert * p_.plan.mask_words;
     int bits = __popc(words[token / 32] & ((1u << (token % 32)) - 1));
+#pragma unroll 1
     for (int w = 0; w < token / 32; ++w) bits += __popc(words[w]);
     return bits;
   }
 
   template <class Transport>
   __device__ void send_counts(int rank) {
-    const int num_local = p_.op.layout.shape.experts_per_rank();
+    const int num_local = p_.plan.experts_per_rank;
+#pragma unroll 1
     for (int e = threadIdx.x; e < num_local; e += blockDim.x) {
       const uint32_t* words = masks_ + (rank * num_local + e) * p_.plan.mask_words;
       uint32_t count = 0;
+#pragma unroll 1
       for (int w = 0; w < p_.plan.mask_words; ++w) count += __popc(words[w]);
       const int64_t offset = p_.op.layout.dispatch_count(parity_of(ctx_.epoch), ctx_.rank(), e);
       Transport::signal(ctx_, rank, offset, epoch_word(ctx_.epoch, count));
     }
   }
 
-  const OpContext& ctx_;
+  const LlContext& ctx_;
   const LlDispatchParams& p_;
   const int num_experts_;
   const int num_experts_per_tok_;

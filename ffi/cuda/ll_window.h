@@ -20,12 +20,13 @@ constexpr uint32_t kSentinel = 0xFFFFFFFFu;
 struct LlTurn {
   bool send;
   bool receive;
-  uint32_t* epoch_out;            // of a start: what its done must be given; may be null
-  const uint32_t* pending_epoch;  // of a done: what its start gave
+  uint32_t* ticket_out;    // [2] of a start: the StartTicket that its done must be given
+  const uint32_t* ticket;  // [2] of a done: what its start gave
+  float* order_token;      // [] or null: gets 0; whoever depends on it comes after the launch
 
-  static LlTurn fused() { return {true, true, nullptr, nullptr}; }
-  static LlTurn start(uint32_t* epoch) { return {true, false, epoch, nullptr}; }
-  static LlTurn done(const uint32_t* epoch) { return {false, true, nullptr, epoch}; }
+  static LlTurn fused() { return {true, true, nullptr, nullptr, nullptr}; }
+  static LlTurn start(uint32_t* ticket) { return {true, false, ticket, nullptr, nullptr}; }
+  static LlTurn done(const uint32_t* ticket) { return {false, true, nullptr, ticket, nullptr}; }
 };
 
 // A block takes items of (token, part of its columns) in turn; a column is what one thread moves.
@@ -37,6 +38,21 @@ struct LlGrid {
   int part_columns;
 
   JAX_EP_HD int num_items(int num_tokens) const { return num_tokens * num_parts; }
+};
+
+// Division by a number below 2^16 that is known at the launch, of dividends below 2^22: kernels of
+// a few microseconds feel every instruction that has to be fetched, and a division is two dozen.
+// The reciprocal is less than 2^-40 too large, so the quotient less than 2^-18.
+struct LlDivisor {
+  uint64_t reciprocal;
+
+  static LlDivisor of(int divisor) {
+    const auto d = static_cast<uint64_t>(divisor);
+    return {((uint64_t{1} << 40) + d - 1) / d};
+  }
+  JAX_EP_HD int quotient(int dividend) const {
+    return static_cast<int>((static_cast<uint64_t>(dividend) * reciprocal) >> 40);
+  }
 };
 
 constexpr int kLlMaxThreads =

@@ -39,7 +39,7 @@ struct PlainWire {
   __device__ static Column look(const LlDispatchParams&, const char* slot, int column) {
     return load_words(slot + int64_t{column} * 16);
   }
-  __device__ static void wait(const OpContext& ctx, const LlDispatchParams&, char* slot, int column,
+  __device__ static void wait(const LlContext& ctx, const LlDispatchParams&, char* slot, int column,
                               int peer, Column* value) {
     char* at = slot + int64_t{column} * 16;
     wait_for_payload(ctx, at, peer, value);
@@ -93,6 +93,9 @@ struct QuantizedWire {
     uint32_t scale;
   };
 
+  __device__ static int64_t hidden_of(const LlDispatchParams& p) {
+    return p.op.layout.shape.row_bytes / row_type_bytes(kType);
+  }
   __device__ static bool holds_scale(int column) { return column % kThreadsPerScale == 0; }
 
   __device__ static Loaded load(const LlDispatchParams& p, int token, int column) {
@@ -133,7 +136,7 @@ struct QuantizedWire {
   }
 
   __device__ static char* scale_at(const LlDispatchParams& p, char* slot, int column) {
-    return slot + wire_scales_offset(p.hidden()) + int64_t{column / kThreadsPerScale} * 4;
+    return slot + wire_scales_offset(hidden_of(p)) + int64_t{column / kThreadsPerScale} * 4;
   }
   __device__ static void send(const LlDispatchParams& p, char* slot, int column,
                               const Column& value) {
@@ -146,7 +149,7 @@ struct QuantizedWire {
   __device__ static Column look(const LlDispatchParams&, const char* slot, int column) {
     return {load_words(slot + int64_t{column} * 16), 0};
   }
-  __device__ static void wait(const OpContext& ctx, const LlDispatchParams& p, char* slot,
+  __device__ static void wait(const LlContext& ctx, const LlDispatchParams& p, char* slot,
                               int column, int peer, Column* value) {
     char* at = slot + int64_t{column} * 16;
     wait_for_payload(ctx, at, peer, &value->data);
@@ -181,7 +184,7 @@ struct QuantizedWire {
   __device__ static void store(const LlDispatchParams& p, int row, int column,
                                const Output& output) {
     if (p.output == LlOutput::kDequantized) return store_row(p, row, column, output);
-    const int64_t hidden = p.hidden();
+    const int64_t hidden = hidden_of(p);
     char* to = p.tokens + row * hidden + int64_t{column} * kQuantizedUnit;
     if (hidden % kQuantizedUnit == 0) {
       store_streaming(reinterpret_cast<uint4*>(to), output.v[0]);

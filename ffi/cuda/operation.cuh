@@ -15,7 +15,11 @@ struct BlockState {
   char* control[kMaxRanks];
 };
 
+class BoundedWait;
+
 struct OpContext {
+  using Wait = BoundedWait;
+
   const Operation& op;
   BlockState& block;
   uint64_t epoch;  // of the operation's first chunk
@@ -152,9 +156,10 @@ class BoundedWait {
 
 // Waits for an (epoch, value) word, which stands for itself alone. False when the wait was given
 // up.
-__device__ inline bool wait_for_word(const OpContext& ctx, const uint64_t* word, uint64_t epoch,
-                                     WaitFor wait, int peer, uint32_t* value) {
-  BoundedWait bound;
+template <class Context>
+__device__ bool wait_for_word(const Context& ctx, const uint64_t* word, uint64_t epoch,
+                              WaitFor wait, int peer, uint32_t* value) {
+  typename Context::Wait bound;
   while (true) {
     const uint64_t seen = load_relaxed<kSystemScope>(word);
     *value = word_value(seen);
@@ -169,8 +174,9 @@ __device__ inline uint64_t load_credit(const OpContext& ctx, int peer) {
 }
 
 // Waits until `peer` has finished reading the buffer that epoch `epoch` is about to overwrite.
-__device__ inline bool wait_for_credit(const OpContext& ctx, int peer, uint64_t epoch) {
-  BoundedWait bound;
+template <class Context>
+__device__ bool wait_for_credit(const Context& ctx, int peer, uint64_t epoch) {
+  typename Context::Wait bound;
   while (true) {
     const uint64_t credit = load_credit(ctx, peer);
     if (may_write(epoch, credit)) return true;
@@ -187,7 +193,8 @@ __device__ inline bool wait_for_credits(const OpContext& ctx, int chunk) {
   return !__any_sync(kFullWarp, ctx.aborted());
 }
 
-__device__ inline bool check_rank_operand(const OpContext& ctx) {
+template <class Context>
+__device__ bool check_rank_operand(const Context& ctx) {
   const int32_t seen = *ctx.op.rank_operand;
   if (seen == ctx.rank()) return true;
   give_up(ctx,
@@ -248,7 +255,8 @@ __device__ bool begin_operation(const OpContext& ctx) {
 }
 
 // One thread of the speaking block per peer: the peer is at the same operation as we are.
-__device__ inline void check_tag(const OpContext& ctx, int peer) {
+template <class Context>
+__device__ void check_tag(const Context& ctx, int peer) {
   uint32_t tag;
   if (!wait_for_word(ctx, tag_word(ctx, peer), ctx.epoch, WaitFor::kTag, peer, &tag)) return;
   if (tag == ctx.op.tag) return;

@@ -36,6 +36,7 @@ __device__ inline void place_experts(const OpContext& ctx, const PlacementArgs& 
   const int first = min(num_local, lane_id() * per_lane);
   const int end = min(num_local, first + per_lane);
   int64_t rows = 0;
+#pragma unroll 1
   for (int e = first; e < end; ++e) {
     const ExpertSegment segment = place_expert(place.bases + int64_t{e} * num_ranks, num_ranks,
                                                ctx.op.num_tokens, rows, args.alignment);
@@ -48,7 +49,9 @@ __device__ inline void place_experts(const OpContext& ctx, const PlacementArgs& 
     if (lane_id() >= distance) before += other;
   }
   before -= rows;
+#pragma unroll 1
   for (int e = first; e < end; ++e) {
+#pragma unroll 1
     for (int s = 0; s < num_ranks; ++s) {
       place.bases[int64_t{e} * num_ranks + s] += static_cast<int32_t>(before);
     }
@@ -70,6 +73,7 @@ __device__ inline ExpertSegment segment_of(const Placement& place, int num_ranks
 __device__ inline void write_sizes(const OpContext& ctx, const PlacementArgs& args,
                                    const Placement& place) {
   int dropped = 0;
+#pragma unroll 1
   for (int e = lane_id(); e < ctx.op.layout.shape.experts_per_rank(); e += kWarp) {
     const ExpertSegment segment = segment_of(place, ctx.num_ranks(), e);
     args.group_sizes[e] = segment.group_size(args.capacity);
@@ -80,9 +84,11 @@ __device__ inline void write_sizes(const OpContext& ctx, const PlacementArgs& ar
   if (lane_id() == 0) *args.num_dropped = dropped;
 }
 
-__device__ inline void wait_for_counts(const OpContext& ctx, const Placement& place) {
+template <class Context>
+__device__ void wait_for_counts(const Context& ctx, const Placement& place) {
   const int num_local = ctx.op.layout.shape.experts_per_rank();
   const int num_words = ctx.num_ranks() * num_local;
+#pragma unroll 1
   for (int i = threadIdx.x; i < num_words; i += blockDim.x) {
     const int source = i / num_local;
     const int expert = i - source * num_local;

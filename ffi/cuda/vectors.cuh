@@ -110,6 +110,7 @@ JAX_EP_HD constexpr uint32_t nan_word(RowType type) {
 // The calling threads are numbered `thread` of `num_threads`.
 template <class T>
 __device__ void fill(T* to, int64_t count, T value, int thread, int num_threads) {
+#pragma unroll 1
   for (int64_t i = thread; i < count; i += num_threads) to[i] = value;
 }
 
@@ -120,6 +121,7 @@ __device__ inline void fill_nan(char* to, int64_t bytes, RowType type) {
 
 __device__ inline void zero_vectors(char* to, int64_t num_vectors, int thread, int num_threads) {
   auto* vectors = reinterpret_cast<uint4*>(to);
+#pragma unroll 1
   for (int64_t v = thread; v < num_vectors; v += num_threads) {
     store_streaming(vectors + v, make_uint4(0, 0, 0, 0));
   }

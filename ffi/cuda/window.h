@@ -18,6 +18,7 @@ constexpr int kMaxRanks = 64;
 // exits: a graph that is replayed after close() reads open == 0 and touches nothing.
 struct PeerTable {
   uint32_t open;
+  uint32_t generation;  // resets so far: tickets of starts from before the last are stale
   char* window[kMaxRanks];
   char* control[kMaxRanks];
 };
@@ -69,14 +70,18 @@ struct ChannelState {
 };
 
 // A channel of a low-latency buffer, whose operations begin and end in launches of their own. The
-// epoch in the control block counts those that have ended. All but `checked_in` and `failed`
-// outlive the operation.
+// epoch in the control block is not used: launches are counted in shares that their blocks add, the
+// last block's rounding a launch up to kLaunchShare. So a count divided by kLaunchShare is the same
+// for all blocks of a launch, whichever of them have added their share, and nobody has to find out
+// who is last. `started` and `done` outlive the operation.
+constexpr uint64_t kLaunchShare = uint64_t{1} << 20;  // more than a launch has blocks
 struct LowLatencyState {
-  uint64_t started;        // epochs begun
-  uint32_t finished_base;  // `finished` when the launch in progress began
-  Counter checked_in;      // blocks of the launch that have read the words above
-  Counter failed;          // blocks of the launch that gave up
-  Counter finished;        // blocks of all launches that have ended, modulo 2^32
+  alignas(128) uint64_t started;  // launches that send
+  uint64_t done;                  // launches that receive
+  Counter failed;                 // blocks of the launch that gave up
+  Counter finished;               // blocks of the launch that have ended, where one must be last
+  Counter fault_lock;             // 1 while a block writes its faults to the mailbox
+  uint64_t fault_epoch;           // whose fault the mailbox shows
 };
 
 struct RankState {

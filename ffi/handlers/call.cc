@@ -32,6 +32,11 @@ ffi::Error to_error(const std::string& text) {
                     text);
 }
 
+std::string wrong_arity_text() {
+  return "EpUsageError: the call has not its target's number of arrays. Call the op through "
+         "jax_ep.";
+}
+
 std::string closed_text(const BufferRef& ref) {
   return "EpUsageError: " + name_of(ref) +
          " is closed (or was never made in this process). Make a new Buffer and trace the function "

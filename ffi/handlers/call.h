@@ -44,6 +44,7 @@ struct Resolved {
   std::string error;  // empty: fine
 };
 
+std::string wrong_arity_text();
 std::string closed_text(const BufferRef& ref);
 std::string stale_text(const BufferRef& ref);
 std::string foreign_device_text(const BufferRef& ref, int device_ordinal);

@@ -180,9 +180,7 @@ const AnyBuffer& rank_of(const LowLatencyCombineGradOperands& operands) {
 ffi::Future refuse_arity() {
   ffi::Promise promise;
   ffi::Future future(promise);
-  promise.SetError(
-      to_error("EpUsageError: the call has not its target's number of arrays. Call the "
-               "op through jax_ep."));
+  promise.SetError(to_error(wrong_arity_text()));
   return future;
 }
 

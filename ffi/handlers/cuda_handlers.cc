@@ -3,47 +3,19 @@
 // them once and replay the launches as a graph.
 #include "handlers/cuda_handlers.h"
 
-#include <cuda_runtime_api.h>
-
-#include <exception>
 #include <string>
 #include <type_traits>
 
 #include "cuda/combine.h"
 #include "cuda/combine_grad.h"
-#include "cuda/cuda_buffer.h"
 #include "cuda/dispatch.h"
-#include "handlers/call.h"
-#include "handlers/operands.h"
+#include "handlers/cuda_call.h"
 
 namespace jax_ep::gpu {
 
 namespace ffi = xla::ffi;
 
 namespace {
-
-using CudaCall = HandlerCall<cudaStream_t>;
-using CudaResolved = Resolved<CudaBuffer>;
-using CudaStream = ffi::PlatformStream<cudaStream_t>;
-
-// What all ops do first: find the buffer, see that it is healthy, check the operands.
-template <class Operands>
-CudaResolved admit(const CudaCall& call, OpKind op, const Operands& operands) {
-  CudaResolved resolved =
-      resolve(find_cuda_buffer(call.buffer.id), call.buffer, call.device_ordinal);
-  if (!resolved.error.empty()) {
-    // The device is the trouble, not the program: other ranks may have started.
-    if (resolved.buffer != nullptr) resolved.buffer->abort(op, resolved.error);
-    return resolved;
-  }
-  const CudaBuffer& buffer = *resolved.buffer;
-  if (const auto refusal = buffer.group(resolved.place.group).refusal()) {
-    resolved.error = *refusal;
-  } else {
-    resolved.error = operands.error(shape_of(buffer.shape(), buffer.options()));
-  }
-  return resolved;
-}
 
 void require_alignment(CudaResolved& resolved, const char* op, int64_t expert_alignment) {
   if (!resolved.error.empty() || expert_alignment <= kMaxAlignment) return;
@@ -57,35 +29,15 @@ template <class Params, class Operands, class Plan>
 Params make_params(const CudaCall& call, const CudaResolved& resolved, Channel channel,
                    const Operands& operands,
                    Plan (*plan)(const WindowShape&, int, const DeviceLimits&)) {
-  const CudaBuffer& buffer = *resolved.buffer;
-  const CudaRank& rank = buffer.group(resolved.place.group).rank(resolved.place.rank);
+  const CudaRank& rank = rank_of(resolved);
   Params params{};
   params.op = rank.operation(operands.tag(*call.site), channel, data<const int32_t>(operands.rank));
-  params.plan = plan(buffer.shape(), rank.num_sms(), rank.limits());
+  params.plan = plan(resolved.buffer->shape(), rank.num_sms(), rank.limits());
   params.topk_idx = data<const int32_t>(operands.topk_idx);
   params.recv_rows = data<std::remove_pointer_t<decltype(params.recv_rows)>>(operands.recv_rows);
   params.capacity = operands.capacity();
   params.row_type = operands.row_type();
   return params;
-}
-
-// launch: launch_<op>(params, stream) of one op.
-template <class Params>
-ffi::Error launch_on(const CudaCall& call, CudaBuffer& buffer, const Params& params,
-                     cudaError_t (*launch)(const Params&, cudaStream_t)) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  cudaStreamIsCapturing(call.context, &capture);
-  buffer.num_launches.fetch_add(1, std::memory_order_relaxed);
-  if (capture != cudaStreamCaptureStatusNone) {
-    buffer.num_captures.fetch_add(1, std::memory_order_relaxed);
-  }
-  const cudaError_t status = launch(params, call.context);
-  if (status == cudaSuccess) return ffi::Error::Success();
-  const std::string error = std::string("EpError: ") + op_name(params.op.kind) +
-                            " did not start on GPU " + std::to_string(call.device_ordinal) + ": " +
-                            cudaGetErrorString(status);
-  buffer.abort(params.op.kind, error);
-  return to_error(error);
 }
 
 ffi::Error dispatch(const CudaCall& call, const DispatchOperands& operands) {
@@ -106,7 +58,7 @@ ffi::Error dispatch(const CudaCall& call, const DispatchOperands& operands) {
   if (!operands.expanded) params.row_map = data<int32_t>(operands.row_map);
   params.expert_alignment = operands.expert_alignment;
   params.zero_tail = operands.zero_tail;
-  return launch_on(call, *resolved.buffer, params, launch_dispatch);
+  return launch_on(call, *resolved.buffer, OpKind::kDispatch, params, launch_dispatch);
 }
 
 ffi::Error combine(const CudaCall& call, const CombineOperands& operands) {
@@ -122,7 +74,7 @@ ffi::Error combine(const CudaCall& call, const CombineOperands& operands) {
     params.scalars = data<float>(operands.scalars);
   }
   params.out = data<char>(operands.out);
-  return launch_on(call, *resolved.buffer, params, launch_combine);
+  return launch_on(call, *resolved.buffer, OpKind::kCombine, params, launch_combine);
 }
 
 ffi::Error combine_grad(const CudaCall& call, const CombineGradOperands& operands) {
@@ -139,17 +91,7 @@ ffi::Error combine_grad(const CudaCall& call, const CombineGradOperands& operand
   params.d_row_weights = data<float>(operands.d_row_weights);
   params.expert_alignment = operands.expert_alignment;
   params.zero_tail = operands.zero_tail;
-  return launch_on(call, *resolved.buffer, params, launch_combine_grad);
-}
-
-// XLA calls handlers from code that knows no exceptions.
-template <class Operands, ffi::Error (*run)(const CudaCall&, const Operands&)>
-ffi::Error without_exceptions(const CudaCall& call, const Operands& operands) {
-  try {
-    return run(call, operands);
-  } catch (const std::exception& error) {
-    return to_error(std::string("EpError: ") + error.what());
-  }
+  return launch_on(call, *resolved.buffer, OpKind::kCombineGrad, params, launch_combine_grad);
 }
 
 constexpr auto decoded_dispatch =

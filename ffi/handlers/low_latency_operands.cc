@@ -15,23 +15,12 @@ constexpr uint32_t kWeighted = 0x100u;
 constexpr uint32_t kWithScalars = 0x200u;
 constexpr uint32_t kSplit = 0x400u;
 
-int64_t dim(const AnyBuffer& buffer, size_t axis) {
-  const auto dims = buffer.dimensions();
-  return axis < dims.size() ? dims[axis] : 0;
-}
-
 uint32_t variant_of(const AnyBuffer& rows, Half half) {
   return static_cast<uint32_t>(rows.element_type()) | (half == Half::kWhole ? 0u : kSplit);
 }
 
-void expect_rows(ShapeCheck& check, const BufferShape& shape, const AnyBuffer& rank,
-                 const AnyBuffer& rows, int64_t num_tokens) {
-  const auto row_type = row_type_of(rows.element_type());
-  check.expect("rank", rank, DataType::S32, {});
-  check.expect_true("rows of float32, bfloat16 or float16", row_type.has_value());
-  check.expect_true("the buffer's hidden size", dim(rows, 1) == shape.hidden);
-  check.expect_true("the buffer's row type",
-                    row_type && row_type_bytes(*row_type) == shape.itemsize);
+// Slots are those of one epoch, whatever the buffer says of its tokens.
+void expect_one_epoch(ShapeCheck& check, const BufferShape& shape, int64_t num_tokens) {
   check.expect_true("at most the tokens that one epoch carries",
                     num_tokens <= shape.window.tokens_per_epoch);
 }
@@ -101,6 +90,7 @@ std::string LowLatencyDispatchOperands::error(const BufferShape& shape) const {
   const int64_t num_slots = int64_t{shape.window.num_ranks} * num_tokens();
   ShapeCheck check("low_latency_dispatch");
   expect_rows(check, shape, rank, x, num_tokens());
+  expect_one_epoch(check, shape, num_tokens());
   check.expect("x", x, type, {num_tokens(), shape.hidden});
   check.expect("topk_idx", topk_idx, DataType::S32, {num_tokens(), topk});
   check.expect("topk_weights", topk_weights, DataType::F32, {num_tokens(), topk});
@@ -163,6 +153,7 @@ std::string LowLatencyCombineOperands::error(const BufferShape& shape) const {
   const int64_t topk = shape.window.num_experts_per_tok;
   ShapeCheck check("low_latency_combine");
   expect_rows(check, shape, rank, y, num_tokens());
+  expect_one_epoch(check, shape, num_tokens());
   check.expect("y", y, type, {num_rows(), shape.hidden});
   check.expect("topk_idx", topk_idx, DataType::S32, {num_tokens(), topk});
   check.expect("recv_rows", recv_rows, DataType::S32,
@@ -188,8 +179,7 @@ std::optional<LowLatencyCombineGradOperands> LowLatencyCombineGradOperands::read
 
 std::string LowLatencyCombineGradOperands::error(const BufferShape& shape) const {
   ShapeCheck check("low_latency_combine_grad");
-  check.expect_true("at most the tokens that one epoch carries",
-                    num_tokens() <= shape.window.tokens_per_epoch);
+  expect_one_epoch(check, shape, num_tokens());
   expect_token(check, token);
   return check.error().empty() ? base.error(shape) : check.error();
 }

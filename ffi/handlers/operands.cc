@@ -11,17 +11,13 @@ namespace {
 using ffi::AnyBuffer;
 using ffi::DataType;
 
-// Zero where the array has fewer axes: a check of its shape will say so.
-int64_t dim(const AnyBuffer& buffer, size_t axis) {
-  const auto dims = buffer.dimensions();
-  return axis < dims.size() ? dims[axis] : 0;
-}
-
 constexpr uint32_t kNotExpanded = 0x400;  // in a tag's variant
 
 OpTag make_tag(OpKind op, int num_tokens, uint32_t variant, const Site& site) {
   return {op, static_cast<uint32_t>(num_tokens), variant, site.number};
 }
+
+}  // namespace
 
 void expect_rows(ShapeCheck& check, const BufferShape& shape, const AnyBuffer& rank,
                  const AnyBuffer& rows, int64_t num_tokens) {
@@ -33,8 +29,6 @@ void expect_rows(ShapeCheck& check, const BufferShape& shape, const AnyBuffer& r
                     row_type && row_type_bytes(*row_type) == shape.itemsize);
   check.expect_true("at most max_tokens_per_rank tokens", num_tokens <= shape.max_tokens_per_rank);
 }
-
-}  // namespace
 
 void Float8Operands::check(ShapeCheck& check, int64_t num_rows, int64_t hidden) const {
   const bool known =

@@ -48,6 +48,10 @@ struct Float8Operands {
   void check(ShapeCheck& check, int64_t num_rows, int64_t hidden) const;
 };
 
+// What all operations ask of their rank and of the rows that they send.
+void expect_rows(ShapeCheck& check, const BufferShape& shape, const xla::ffi::AnyBuffer& rank,
+                 const xla::ffi::AnyBuffer& rows, int64_t num_tokens);
+
 struct DispatchOperands {
   xla::ffi::AnyBuffer rank, x, topk_idx, topk_weights;
   xla::ffi::AnyBuffer tokens, weights, group_sizes, valid_sizes, num_dropped, clean_topk_idx,

@@ -35,6 +35,11 @@ void ShapeCheck::expect_true(const char* what, bool holds) {
       std::string("EpUsageError: ") + op_ + ": expected " + what + ". Call the op through jax_ep.";
 }
 
+int64_t dim(const xla::ffi::AnyBuffer& buffer, size_t axis) {
+  const auto dims = buffer.dimensions();
+  return axis < dims.size() ? dims[axis] : 0;
+}
+
 std::optional<RowType> row_type_of(ffi::DataType type) {
   switch (type) {
     case ffi::DataType::F32:

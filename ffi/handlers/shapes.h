@@ -2,6 +2,7 @@
 // that native code touches against any other caller.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -26,6 +27,9 @@ class ShapeCheck {
   const char* op_;
   std::string error_;
 };
+
+// Zero where the array has fewer axes: a check of its shape will say so.
+int64_t dim(const xla::ffi::AnyBuffer& buffer, size_t axis);
 
 std::optional<RowType> row_type_of(xla::ffi::DataType type);
 

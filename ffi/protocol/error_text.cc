@@ -15,9 +15,22 @@ void describe_place(std::ostream& text, const ErrorRecord& record) {
   text << op_name(record.op) << ", epoch " << record.epoch << ": rank " << record.rank;
 }
 
+// Of GPUs, whose kernels find out by themselves: there it is an error like others, and dones keep
+// the order of their starts.
+std::string describe_out_of_turn(const ErrorRecord& record) {
+  const bool done = record.expected == record.epoch;
+  const std::string text = done ? unknown_start_text(record.op, static_cast<uint32_t>(record.seen))
+                                : open_start_text(record.op, record.epoch, record.expected + 1);
+  return text +
+         " On GPUs dones come in the order of their starts, and a whole operation comes "
+         "when no start is open." +
+         kReset;
+}
+
 }  // namespace
 
 std::string describe(const ErrorRecord& record, double timeout_s) {
+  if (record.kind == ErrorKind::kUsage) return describe_out_of_turn(record);
   std::ostringstream text;
   if (record.kind == ErrorKind::kMismatch) {
     text << "EpMismatchError: ";

@@ -29,7 +29,7 @@ JAX_EP_HD constexpr bool word_is_of(uint64_t word, uint64_t epoch) {
 }
 JAX_EP_HD constexpr uint32_t word_value(uint64_t word) { return static_cast<uint32_t>(word); }
 
-enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2, kCombineGrad = 3 };
+enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2, kCombineGrad = 3, kNotify = 4 };
 
 constexpr const char* op_name(OpKind op) {
   switch (op) {
@@ -39,6 +39,8 @@ constexpr const char* op_name(OpKind op) {
       return "combine";
     case OpKind::kCombineGrad:
       return "combine_grad";
+    case OpKind::kNotify:
+      return "notify";
   }
   return "unknown";
 }

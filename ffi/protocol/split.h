@@ -18,9 +18,9 @@ struct StartTicket {
 };
 static_assert(sizeof(StartTicket) == 8, "programs carry a ticket as uint32[2]");
 
-JAX_EP_HD constexpr StartTicket start_ticket(uint64_t epoch, const OpTag& tag,
-                                             uint32_t generation) {
-  return {static_cast<uint32_t>(epoch), mix_bits(tag_value(tag), generation)};
+// tag: tag_value() of the operation. generation: how often the buffer has been reset.
+JAX_EP_HD constexpr StartTicket start_ticket(uint64_t epoch, uint32_t tag, uint32_t generation) {
+  return {static_cast<uint32_t>(epoch), mix_bits(tag, generation)};
 }
 JAX_EP_HD constexpr bool same_ticket(const StartTicket& a, const StartTicket& b) {
   return a.epoch == b.epoch && a.check == b.check;

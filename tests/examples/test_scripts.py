@@ -35,6 +35,19 @@ def test_moe_layer_matches_the_dense_layer():
     assert all(float(error) < 1e-5 for error in errors)
 
 
+def test_right_sized_takes_less_than_the_worst_case():
+    """The script itself compares the two results; here are its claims about memory and compiles."""
+    script = [EXAMPLES / "right_sized.py", "--tokens", 64, "--hidden", 256, "--steps", 4]
+    result = start(*script, "--experts", 16, "--topk", 2, "--bucket", 128)
+    assert result.returncode == 0, result.stderr
+    lines = re.findall(r"^(.+): .* ms a step, (\d+) MiB .*, (\d+) compiled", result.stdout, re.M)
+    (right, right_mib, num_programs), (worst, worst_mib, one) = lines
+    assert (right, worst) == ("right-sized", "worst case")
+    assert int(worst_mib) >= 2 * int(right_mib)
+    assert int(num_programs) <= 2
+    assert int(one) == 1
+
+
 def test_train_moe_lm_trains_and_goes_on_with_the_other_backend(tmp_path):
     script = [EXAMPLES / "train_moe_lm.py", "--ranks", 2, "--seed", 5, "--out", tmp_path / "out"]
     script += ["--checkpoint-dir", tmp_path / "checkpoints"]

@@ -10,7 +10,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def test_no_tokens():
-    tests = [str(HERE / "test_gpu_cases.py"), str(HERE / "test_gpu_epochs.py")]
+    names = ("test_gpu_cases.py", "test_gpu_epochs.py", "test_gpu_low_latency.py")
+    tests = [str(HERE / name) for name in names]
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     command += ["-k", "no_tokens or sizes_of_calls"]
     done = subprocess.run(
@@ -22,7 +23,8 @@ def test_no_tokens():
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-6000:]
-    # Each case without tokens on two ranks, the one on one rank, and two numbers of ranks.
+    # Each case without tokens on two ranks, the one on one rank, and two numbers of ranks; low
+    # latency's in both layouts, on two ranks and on one.
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 5, done.stdout[-2000:]
+    assert int(passed[1]) >= 9, done.stdout[-2000:]

@@ -35,10 +35,14 @@ inline uint64_t mix(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-inline std::vector<char> random_rows(int64_t rows, int hidden, RowType type, uint64_t seed) {
+// Rows that are not `wanted` stay as they are first: zeros.
+template <class Wanted>
+std::vector<char> random_rows(int64_t rows, int hidden, RowType type, uint64_t seed,
+                              Wanted wanted) {
   const int64_t row_bytes = int64_t{hidden} * row_type_bytes(type);
   std::vector<char> data(rows * row_bytes);
   parallel(rows, [&](int64_t row) {
+    if (!wanted(row)) return;
     for (int i = 0; i < hidden; ++i) {
       const uint64_t bits = mix(seed + static_cast<uint64_t>(row) * hidden + i);
       const float value = static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-30f;
@@ -46,6 +50,10 @@ inline std::vector<char> random_rows(int64_t rows, int hidden, RowType type, uin
     }
   });
   return data;
+}
+
+inline std::vector<char> random_rows(int64_t rows, int hidden, RowType type, uint64_t seed) {
+  return random_rows(rows, hidden, type, seed, [](int64_t) { return true; });
 }
 
 inline std::vector<int32_t> random_experts(World& world, int rank) {
@@ -114,12 +122,13 @@ inline void make_expert_outputs(World& world, const Truth& truth) {
   for (int r = 0; r < c.num_ranks; ++r) {
     world.use(r);
     RankData& d = world.rank(r);
-    d.host_y = random_rows(world.capacity(), c.hidden, c.type, world.random()());
+    const auto filled = [&](int64_t row) {
+      return row < static_cast<int64_t>(truth.rows[r].size()) && truth.rows[r][row].source >= 0;
+    };
+    d.host_y = random_rows(world.capacity(), c.hidden, c.type, world.random()(), filled);
     d.host_row_scalars.assign(world.capacity(), NAN);
     for (int64_t row = 0; row < world.capacity(); ++row) {
-      const bool filled =
-          row < static_cast<int64_t>(truth.rows[r].size()) && truth.rows[r][row].source >= 0;
-      if (filled) {
+      if (filled(row)) {
         d.host_row_scalars[row] = static_cast<float>(world.random()() % 10007);
       } else {
         std::memset(d.host_y.data() + row * world.row_bytes(), 0xFF, world.row_bytes());

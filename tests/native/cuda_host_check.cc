@@ -125,6 +125,41 @@ void check_reports() {
   close_cuda_buffer(buffer->id());
 }
 
+void check_low_latency() {
+  CudaBufferOptions asked = options({{0, 1}});
+  asked.low_latency = true;
+  asked.tokens_per_epoch = asked.max_tokens_per_rank;
+  const auto buffer = create_cuda_buffer(asked);
+  const CudaGroup& group = buffer->group(0);
+  const Operation op = operation_of(*buffer, 0);
+  CHECK(op.layout.shape.records && op.num_chunks == 1);
+  const auto holds_sentinels = [&](int rank) {
+    const char* data = group.rank(rank).memory().data;
+    const int64_t last = op.layout.combine_row(1, 1, 63) + op.layout.shape.row_bytes - 1;
+    return data[op.layout.dispatch_message(0, 0, 0)] == '\xFF' && data[last] == '\xFF' &&
+           data[op.layout.route_records(1, 1, 63)] == 0;
+  };
+  CHECK(holds_sentinels(0) && holds_sentinels(1));
+
+  ErrorRecord& error = op.mailbox->error;
+  error = {ErrorKind::kUsage, OpKind::kDispatch, WaitFor::kStart, 0, 0, 3, 0, 2};
+  CHECK(group.refusal()->rfind("EpUsageError: dispatch, epoch 3: two operations", 0) == 0);
+  CHECK(group.refusal()->find("the start of epoch 1 has had no done") != std::string::npos);
+  error = {ErrorKind::kUsage, OpKind::kCombine, WaitFor::kStart, 0, 0, 4, 4, 3};
+  CHECK(group.refusal()->rfind("EpUsageError: combine done: its pending names epoch 3", 0) == 0);
+  CHECK(group.refusal()->find("buffer.reset() makes") != std::string::npos);
+
+  // Tickets of starts from before a reset no longer fit.
+  CHECK(op.peers->generation == 0);
+  op.scratch.state->low_latency[kDispatchChannel].started = 5;
+  group.rank(1).memory().data[op.layout.dispatch_message(0, 0, 0)] = 7;
+  buffer->reset();
+  CHECK(!group.refusal() && holds_sentinels(0) && holds_sentinels(1));
+  CHECK(op.peers->generation == 1 && op.peers->open == 1);
+  CHECK(op.scratch.state->low_latency[kDispatchChannel].started == 0);
+  close_cuda_buffer(buffer->id());
+}
+
 void check_groups_of_one() {
   const auto buffer = create_cuda_buffer(options({{0}, {1}}));
   CHECK(buffer->window_bytes() == 0 && buffer->groups().size() == 2);
@@ -201,6 +236,7 @@ int main() {
   using namespace jax_ep::gpu;
   check_operations();
   check_reports();
+  check_low_latency();
   check_groups_of_one();
   check_closing();
   check_refusals();

@@ -66,13 +66,16 @@ inline std::vector<LlCase> ll_cases(int num_devices) {
 }
 
 inline int64_t run_ll_case(const LlCase& l, uint64_t seed, int rounds, double timeout_s) {
+  begin_case(l.c.name);
+  step("making windows");
   LlWorld ll(l.c, l.mode, seed, timeout_s);
   int64_t bad = 0;
   for (int round = 0; round < rounds; ++round) {
-    bad += check_ll_round(ll, round % 2 == 1, round >= 2,
-                          l.c.name + std::string(", round ") + std::to_string(round));
+    const std::string where = l.c.name + std::string(", round ") + std::to_string(round);
+    bad += check_ll_round(ll, round % 2 == 1, round >= 2, where);
   }
-  std::printf("%-20s %s\n", l.c.name, bad == 0 ? "ok" : "WRONG");
+  std::printf("%-20s %-5s %5.1f s\n", l.c.name, bad == 0 ? "ok" : "WRONG",
+              Progress::instance().seconds_of_case());
   std::fflush(stdout);
   return bad;
 }
@@ -96,16 +99,6 @@ inline int64_t run_ll_small(uint64_t seed, int num_ranks) {
     }
   }
   return wrong;
-}
-
-// Ends the process when it has not ended by itself: a hang must cost no more.
-inline void limit_seconds(int seconds) {
-  std::thread([seconds] {
-    std::this_thread::sleep_for(std::chrono::seconds(seconds));
-    std::printf("TIME LIMIT of %d s\n", seconds);
-    std::fflush(stdout);
-    _exit(3);
-  }).detach();
 }
 
 }  // namespace jax_ep::gpu::test

@@ -45,6 +45,7 @@ void dispatch_on_all(LlWorld& ll, int slot, TurnOf turn_of) {
 inline void check_out_of_turn(LlWorld& ll, Verdict& verdict) {
   World& world = ll.world();
   const auto expect_usage = [&](const char* what) {
+    step(what);
     const auto start = std::chrono::steady_clock::now();
     world.synchronise();
     verdict.expect(count_ll_errors(ll, ErrorKind::kUsage, WaitFor::kStart) > 0, what, 0);
@@ -70,6 +71,12 @@ inline void check_out_of_turn(LlWorld& ll, Verdict& verdict) {
     dispatch_on_all(ll, 0, [&](int r) { return ll.done_dispatch(r, 0); });
   }
   expect_usage("done twice");
+  // The epoch is the same again.
+  dispatch_on_all(ll, 0, [&](int r) { return ll.start_dispatch(r, 0); });
+  world.reset();
+  dispatch_on_all(ll, 1, [&](int r) { return ll.start_dispatch(r, 1); });
+  dispatch_on_all(ll, 0, [&](int r) { return ll.done_dispatch(r, 0); });
+  expect_usage("done of a start from before a reset");
 }
 
 inline void check_ll_missing_rank(LlWorld& ll, bool halves, Verdict& verdict) {
@@ -132,6 +139,7 @@ inline int64_t run_ll_fault_checks(uint64_t seed, int num_devices) {
     const std::vector<int> devices = virtual_ranks ? std::vector<int>{0} : std::vector<int>{0, 1};
     LlWorld ll(ll_case("faults", virtual_ranks ? 3 : 2, devices, 12, 256, 4, 24), {}, seed, 0.2);
     Verdict verdict("low-latency faults");
+    begin_case(virtual_ranks ? "faults, 3 virtual ranks" : "faults, 2 GPUs");
     check_out_of_turn(ll, verdict);
     for (const bool halves : {false, true}) check_ll_missing_rank(ll, halves, verdict);
     check_ll_mismatch(ll, verdict);

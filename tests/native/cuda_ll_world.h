@@ -16,20 +16,22 @@ struct LlMode {
   bool small_shared = false;  // as if masks and bases had no room in shared memory
 };
 
+constexpr uint32_t kWaitedBefore = 1000;  // nanoseconds
+
 // What a dispatch writes, beside what RankData holds. Two operations can be in flight.
 struct LlOutputs {
   Array<char> tokens;
   Array<float> scales, weights;
   Array<int32_t> group_sizes, valid_sizes, num_dropped, sanitised, recv_rows, expert_tokens;
-  Array<int64_t> waited;
-  Array<uint32_t> dispatch_epoch, combine_epoch;
+  Array<uint32_t> waited, dispatch_ticket, combine_ticket;
+  Array<float> order_token;
   Array<char> out;
   Array<float> scalars;
 };
 
 struct LlRank {
   Array<int32_t> expert_tokens_before;
-  Array<int64_t> waited_before;
+  Array<uint32_t> waited_before;
   LlOutputs slot[2];
 };
 
@@ -69,7 +71,7 @@ class LlWorld {
       std::vector<int32_t> tokens(world_.experts_per_rank());
       for (int32_t& count : tokens) count = static_cast<int32_t>(world_.random()() % 1000);
       rank.expert_tokens_before.put(tokens);
-      rank.waited_before.put(std::vector<int64_t>(c.num_ranks, 1000));
+      rank.waited_before.put(std::vector<uint32_t>(c.num_ranks, kWaitedBefore));
       for (LlOutputs& o : rank.slot) {
         o.tokens.resize(world_.capacity() * output_row_bytes());
         o.scales.resize(world_.capacity() * num_scales(c.hidden));
@@ -81,8 +83,9 @@ class LlWorld {
         o.sanitised.resize(world_.entries());
         o.recv_rows.resize(world_.entries() * c.num_ranks);
         o.waited.resize(c.num_ranks);
-        o.dispatch_epoch.resize(1);
-        o.combine_epoch.resize(1);
+        o.dispatch_ticket.resize(2);
+        o.combine_ticket.resize(2);
+        o.order_token.resize(1);
         o.out.resize(c.num_tokens * world_.row_bytes());
         o.scalars.resize(world_.entries());
         poison(o);
@@ -102,6 +105,7 @@ class LlWorld {
     p.op = world_.operation(r, OpKind::kDispatch, kDispatchChannel, site_);
     p.plan = dispatch_plan(r);
     p.turn = turn;
+    p.turn.order_token = o.order_token.get();
     p.x = rows.get();
     p.topk_idx = d.topk.get();
     p.topk_weights = d.topk_weights.get();
@@ -139,6 +143,7 @@ class LlWorld {
     p.plan = plan_ll_combine(world_.layout().shape, world_.c().num_tokens, world_.num_sms(r),
                              world_.limits(r));
     p.turn = turn;
+    p.turn.order_token = o.order_token.get();
     p.y = d.y.get();
     p.row_weights = weighted ? handle.weights.get() : nullptr;
     p.row_scalars = with_scalars ? d.row_scalars.get() : nullptr;
@@ -156,6 +161,8 @@ class LlWorld {
     RankData& d = rank_data(r);
     LlOutputs& handle = ranks_[r].slot[0];
     LlCombineGradParams params{};
+    params.turn = LlTurn::fused();
+    params.turn.order_token = handle.order_token.get();
     params.num_blocks = plan_ll_combine_grad(world_.c().num_tokens, world_.num_sms(r));
     CombineGradParams& p = params.grad;
     p.op = world_.operation(r, OpKind::kCombineGrad, kDispatchChannel, site_);
@@ -174,16 +181,16 @@ class LlWorld {
   }
 
   LlTurn start_dispatch(int r, int slot) {
-    return LlTurn::start(ranks_[r].slot[slot].dispatch_epoch.get());
+    return LlTurn::start(ranks_[r].slot[slot].dispatch_ticket.get());
   }
   LlTurn done_dispatch(int r, int slot) {
-    return LlTurn::done(ranks_[r].slot[slot].dispatch_epoch.get());
+    return LlTurn::done(ranks_[r].slot[slot].dispatch_ticket.get());
   }
   LlTurn start_combine(int r, int slot) {
-    return LlTurn::start(ranks_[r].slot[slot].combine_epoch.get());
+    return LlTurn::start(ranks_[r].slot[slot].combine_ticket.get());
   }
   LlTurn done_combine(int r, int slot) {
-    return LlTurn::done(ranks_[r].slot[slot].combine_epoch.get());
+    return LlTurn::done(ranks_[r].slot[slot].combine_ticket.get());
   }
 
   RankData& rank_data(int r) { return world_.rank(r); }
@@ -206,9 +213,10 @@ class LlWorld {
                                 &o.recv_rows, &o.expert_tokens}) {
       row->poison();
     }
-    o.waited.poison();
-    o.dispatch_epoch.poison();
-    o.combine_epoch.poison();
+    for (Array<uint32_t>* words : {&o.waited, &o.dispatch_ticket, &o.combine_ticket}) {
+      words->poison();
+    }
+    o.order_token.poison();
   }
 
   World world_;

@@ -113,6 +113,20 @@ def test_forgotten_buffer_closes_its_windows():
         module.window_bytes(forgotten)
 
 
+def test_what_came_out_of_turn_on_gpus_is_a_usage_error(monkeypatch):
+    """Their kernels record it; others' timeouts follow from it, and it stays until reset()."""
+    place = {"op": "dispatch", "group": 0, "peer": 1, "epoch": 3, "expected": 0, "seen": 2}
+    records = [
+        place | {"kind": "timeout", "rank": 0, "message": "EpTimeoutError: waited"},
+        place | {"kind": "usage", "rank": 2, "message": "EpUsageError: a third start"},
+    ]
+    with programs.make_buffer(CASE, "native") as buffer:
+        monkeypatch.setattr(buffer._native, "error_records", lambda _: records)
+        for _ in range(2):
+            with pytest.raises(jax_ep.EpUsageError, match=r"^EpUsageError: a third start$"):
+                buffer.check()
+
+
 def test_check_and_reset_of_an_unused_buffer(backend):
     with programs.make_buffer(CASE, backend) as buffer:
         assert buffer.check() is None

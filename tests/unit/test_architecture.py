@@ -18,6 +18,7 @@ MAX_FUNCTION_LINES = 60  # the docstring not counted
 PYTHON_LEVELS = {
     "errors": 0,
     "routed": 0,
+    "routing": 0,
     "low_latency_routed": 1,
     "config": 1,
     "_native": 2,
@@ -32,6 +33,7 @@ PYTHON_LEVELS = {
     "_low_latency_reference": 6,
     "_low_latency_vjp": 7,
     "ops": 7,
+    "notify": 8,
     "_low_latency_checks": 8,
     "low_latency": 9,
     "__init__": 10,

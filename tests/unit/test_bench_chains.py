@@ -47,6 +47,15 @@ def test_linked_chains_of_calls_hold_nothing_else(op, shape, rng):
     )
 
 
+LOW_LATENCY_CHAINS = [("low_latency_compact", op) for op in OPS]
+LOW_LATENCY_CHAINS.append(("low_latency_padded", "dispatch"))
+
+
+@pytest.mark.parametrize(("name", "op"), LOW_LATENCY_CHAINS)
+def test_linked_chains_of_low_latency_hold_its_calls(name, op, rng):
+    check_chains(name, op, "data", "few_experts", rng)
+
+
 def instructions(text: str) -> list[str]:
     """Opcodes of the entry computation."""
     entry = text[text.index("\nENTRY ") :]

@@ -66,7 +66,7 @@ def test_wire_rows_are_counted_from_the_routing():
 
 def test_the_table_has_what_counts():
     names = [point.name for point in points.DEFAULT]
-    assert len(names) == len(set(names)) <= 40
+    assert len(names) == len(set(names)) <= 44
     by_name = dict(zip(names, points.DEFAULT, strict=True))
     for num_sms in (24, 48, 64):
         assert {"dispatch", "combine"} <= set(by_name[f"T4096-H7168-K8-{num_sms}sm"].ops)
@@ -80,9 +80,12 @@ def test_the_table_has_what_counts():
         (points.EXPERTS_PER_TOKEN, "K"),
         ((*points.NUM_SMS, None), "num_sms"),
     ):
-        assert {getattr(point, field) for point in points.DEFAULT} == set(values)
+        table = [point for point in points.DEFAULT if point.systems != points.LOW_LATENCY]
+        assert {getattr(point, field) for point in table} == set(values)
+    decode = {(p.T, p.num_sms) for p in points.DEFAULT if p.systems == points.LOW_LATENCY}
+    assert {(128, None), (8, None)} < decode
     measured = {system for point in points.DEFAULT for system in point.systems}
-    assert set(points.XLA + points.RAGGED + points.BOTH_NATIVE) == measured
+    assert {*points.XLA, *points.RAGGED, *points.BOTH_NATIVE, *points.LOW_LATENCY} == measured
     shapes = {(point.T, point.H, point.K, point.num_sms) for point in points.default(2, full=True)}
     assert len(shapes) == 4 * 3 * 3 * 6
     assert all(point.T >= 1024 for point in points.default(1))

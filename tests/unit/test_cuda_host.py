@@ -8,6 +8,8 @@ import subprocess
 import pytest
 from native import build
 
+pytestmark = pytest.mark.no_python
+
 REQUIRE = "JAX_EP_REQUIRE_NVCC"
 NATIVE = build.ROOT / "tests/native"
 

@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+pytestmark = pytest.mark.no_python
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 REQUIRE = "JAX_EP_REQUIRE_NVCC"
 # What a kernel has no use for: sentences.

@@ -16,6 +16,8 @@ import cases
 import pytest
 from native import build
 
+pytestmark = pytest.mark.no_python
+
 STRESS = build.ROOT / "tests/native/protocol_stress.cc"
 REQUIRE = "JAX_EP_REQUIRE_SANITIZERS"
 RUN_TIMEOUT_S = 100

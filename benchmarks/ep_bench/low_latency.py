@@ -1,0 +1,119 @@
+"""The low-latency operations as systems; padded rows are packed for the checks alone."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+import jax_ep
+
+from .workload import AXIS, Sizes, Workload
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("tokens", "weights", "group_sizes", "num_dropped", "handle", "token"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """A LowLatencyRouted whose counts have the name that chains know."""
+
+    tokens: jax.Array
+    weights: jax.Array
+    group_sizes: jax.Array
+    num_dropped: jax.Array
+    handle: Any
+    token: jax.Array
+
+
+@contextlib.contextmanager
+def open_buffer(
+    layout: str,
+    make_operations: Callable[..., Any],
+    timeout_s: float,
+    workload: Workload,
+    mesh: Mesh,
+    num_sms: int | None,
+) -> Iterator[Any]:
+    """Operations on a buffer of their own.
+
+    Args:
+        layout: "compact" or "padded".
+        make_operations: ``systems.Operations``.
+        timeout_s: of the buffer, on GPUs.
+        workload, mesh, num_sms: as ``System.open`` takes them.
+    """
+    sizes = workload.sizes
+    config = jax_ep.EpConfig(
+        num_experts=sizes.E,
+        num_experts_per_tok=sizes.K,
+        hidden=sizes.H,
+        max_tokens_per_rank=sizes.T,
+        dtype=jnp.dtype(workload.case.dtype),
+        mode="low_latency",
+        num_sms=num_sms,
+        timeout_s=None if mesh.devices.flat[0].platform == "cpu" else timeout_s,
+    )
+    packed = layout == "compact"
+    with jax_ep.Buffer(mesh, AXIS, config, backend="native") as buffer:
+        yield make_operations(
+            dispatch=functools.partial(
+                _dispatch, buffer, layout, sizes.capacity if packed else None
+            ),
+            combine=functools.partial(_combine, buffer, sizes),
+            rows=functools.partial(_rows, sizes),
+            topk_idx=lambda sent: sent.handle.topk_idx,
+        )
+        buffer.check()
+
+
+def _dispatch(buffer, layout, capacity, x, topk_idx, topk_weights) -> Sent:
+    routed = jax_ep.low_latency_dispatch(
+        buffer, x, topk_idx, topk_weights, layout=layout, capacity=capacity
+    )
+    return Sent(
+        tokens=routed.tokens,
+        weights=routed.weights,
+        group_sizes=routed.counts,
+        num_dropped=routed.num_dropped,
+        handle=routed.handle,
+        token=routed.token,
+    )
+
+
+def _combine(buffer, sizes: Sizes, y: jax.Array, sent: Sent) -> jax.Array:
+    """``y`` of the shape of ``sent.tokens``, or packed rows, which are put in their places."""
+    if y.ndim < sent.tokens.ndim:
+        places = _places(sizes, sent.group_sizes)
+        y = jnp.zeros(sent.tokens.shape, y.dtype).at[places].set(y, mode="drop")
+    routed = jax_ep.LowLatencyRouted(
+        tokens=sent.tokens,
+        weights=sent.weights,
+        counts=sent.group_sizes,
+        num_dropped=sent.num_dropped,
+        handle=sent.handle,
+        token=sent.token,
+        stats=None,
+    )
+    return jax_ep.low_latency_combine(buffer, y, routed)
+
+
+def _rows(sizes: Sizes, sent: Sent) -> jax.Array:
+    if sent.tokens.ndim == 2:
+        return sent.tokens
+    return sent.tokens.at[_places(sizes, sent.group_sizes)].get(mode="fill", fill_value=0)
+
+
+def _places(sizes: Sizes, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Expert, and place in its block, of each packed row; no expert past the last one."""
+    ends = jnp.cumsum(group_sizes)
+    row = jnp.arange(sizes.capacity, dtype=jnp.int32)
+    expert = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+    starts = jnp.append(ends - group_sizes, ends[-1:])
+    return expert, row - starts[expert]
