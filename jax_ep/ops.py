@@ -62,12 +62,11 @@ def dispatch(
             expert-major row finds its token: for grouped matmuls that gather rows themselves. All
             other fields, and what combine takes, are the same; slots without a row are zero
             whatever ``zero_tail`` says.
-        quantize: "float8_e4m3fn" sends rows as float8 values with one scale for 128 channels, the
-            last group of a row shorter; None sends them as they are.
-        scale_format: "float32" makes each group's largest magnitude 448, float8's largest;
-            "power_of_two" rounds that scale up to a power of two.
+        quantize: None, or "float8_e4m3fn" for rows that travel so, a scale for 128 channels.
+        scale_format: "float32" makes the largest magnitude of each 128 channels 448, which is
+            float8's largest; "power_of_two" rounds that scale up.
         dequantize: whether ``Routed.tokens`` are rows again, in the config's dtype, about 1/16 off
-            (docs/sharp-bits.md has the bound); the gradient goes straight through. False gives
+            (docs/sharp-bits.md has the bound), the gradient going straight through. False gives
             float8 values and ``Routed.scales``, and cannot be differentiated in x.
 
     Returns:
@@ -83,10 +82,8 @@ def dispatch(
         topk_idx = _check_routing(buffer, topk_idx, routing)
     _check_dispatch_arrays(buffer, x, topk_idx, topk_weights)
     layout = _layout(buffer, jnp.shape(x)[0], capacity, expert_alignment, zero_tail, expand)
-    target = f"jax_ep_dispatch{'' if routing is None else '_routed'}_float8"
-    float8 = _float8.options(
-        *("dispatch", quantize, scale_format, dequantize), offered=buffer.offers(target)
-    )
+    offered = buffer.offers(f"jax_ep_dispatch{'' if routing is None else '_routed'}_float8")
+    float8 = _float8.options("dispatch", quantize, scale_format, dequantize, offered=offered)
     layout = dataclasses.replace(layout, float8=float8)
     x = _float8.without_gradient(float8, "dispatch", jnp.asarray(x))
     backend = _reference if buffer.backend == "reference" else _vjp
@@ -98,7 +95,6 @@ def dispatch(
     operands = cast_varying(buffer.axis_names, *map(jnp.asarray, operands))
     results = send(layout, *operands)
     tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows, row_map = results
-    handle = Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=layout)
     tokens, scales = tokens if isinstance(tokens, tuple) else (tokens, None)
     return Routed(
         tokens=tokens,
@@ -107,7 +103,7 @@ def dispatch(
         valid_sizes=valid_sizes,
         num_dropped=num_dropped,
         row_map=row_map,
-        handle=handle,
+        handle=Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=layout),
         scales=scales,
     )
 
