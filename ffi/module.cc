@@ -23,8 +23,12 @@ namespace {
 nb::dict registrations() {
   nb::dict targets;
   targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate, jax_ep_dispatch_cpu);
+  targets["jax_ep_dispatch_float8"] =
+      handler_stages(jax_ep_instantiate, jax_ep_dispatch_float8_cpu);
   targets["jax_ep_dispatch_routed"] =
       handler_stages(jax_ep_instantiate, jax_ep_dispatch_routed_cpu);
+  targets["jax_ep_dispatch_routed_float8"] =
+      handler_stages(jax_ep_instantiate, jax_ep_dispatch_routed_float8_cpu);
   targets["jax_ep_notify"] = handler_stages(jax_ep_instantiate, jax_ep_notify_cpu);
   targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate, jax_ep_combine_cpu);
   targets["jax_ep_combine_grad"] = handler_stages(jax_ep_instantiate, jax_ep_combine_grad_cpu);
@@ -32,6 +36,10 @@ nb::dict registrations() {
       {"jax_ep_ll_dispatch", jax_ep_ll_dispatch_cpu},
       {"jax_ep_ll_dispatch_start", jax_ep_ll_dispatch_start_cpu},
       {"jax_ep_ll_dispatch_done", jax_ep_ll_dispatch_done_cpu},
+      // The handlers of rows as they are: one result more where scales come back.
+      {"jax_ep_ll_dispatch_float8", jax_ep_ll_dispatch_cpu},
+      {"jax_ep_ll_dispatch_float8_start", jax_ep_ll_dispatch_start_cpu},
+      {"jax_ep_ll_dispatch_float8_done", jax_ep_ll_dispatch_done_cpu},
       {"jax_ep_ll_combine", jax_ep_ll_combine_cpu},
       {"jax_ep_ll_combine_start", jax_ep_ll_combine_start_cpu},
       {"jax_ep_ll_combine_done", jax_ep_ll_combine_done_cpu},

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from . import _float8
 from .buffer import Buffer
 from .errors import EpUsageError
 from .low_latency_routed import (
@@ -25,7 +26,17 @@ MODE = "low_latency"
 
 
 def check_dispatch(
-    op: str, buffer: Buffer, x, topk_idx, topk_weights, *, layout: Any, capacity: Any
+    op: str, buffer: Buffer, x, topk_idx, topk_weights, *, layout: Any, capacity: Any, **float8: Any
+) -> tuple[RouteLayout, bool]:
+    """Static facts of a dispatch, and whether rows are padded; float8: as ``_float8.options``."""
+    facts, padded = _check_rows(op, buffer, x, topk_idx, topk_weights, layout, capacity)
+    offered = buffer.offers("jax_ep_ll_dispatch_float8")
+    options = _float8.options(op, **float8, offered=offered)
+    return dataclasses.replace(facts, float8=options), padded
+
+
+def _check_rows(
+    op: str, buffer: Buffer, x, topk_idx, topk_weights, layout: Any, capacity: Any
 ) -> tuple[RouteLayout, bool]:
     _check_mode(op, buffer, MODE)
     _check_place(op, buffer)

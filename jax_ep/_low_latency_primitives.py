@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import _primitives
+from . import _float8, _primitives
 from .errors import EpUsageError
 from .low_latency_routed import LowLatencyStats
 from .routed import RouteLayout
@@ -45,9 +45,9 @@ def dispatch(
         token: float32 scalar.
 
     Returns:
-        tokens ``[capacity, H]``, weights float32 ``[capacity]``, counts int32 ``[E_l]``,
-        num_dropped int32 scalar, recv_rows int32 ``[R * T, K]``, sanitised topk_idx int32 ``[T,
-        K]``, stats or None, token.
+        tokens ``[capacity, H]`` (with ``layout.float8`` perhaps a pair of values and scales),
+        weights float32 ``[capacity]``, counts int32 ``[E_l]``, num_dropped int32 scalar, recv_rows
+        int32 ``[R * T, K]``, sanitised topk_idx int32 ``[T, K]``, stats or None, token.
     """
     results = (
         *_received(layout, x, topk_idx),
@@ -56,7 +56,15 @@ def dispatch(
         _TOKEN,
     )
     operands = (x, topk_idx, topk_weights, *_stats_operands(x, stats), token)
-    flat = _primitives._call("jax_ep_ll_dispatch", layout, operands, results, padded=padded)
+    flat = _primitives._call(
+        _float8.target("jax_ep_ll_dispatch", layout.float8),
+        layout,
+        operands,
+        results,
+        padded=padded,
+        **_float8.attributes(layout.float8),
+    )
+    flat = _pair_scales(layout, flat)
     return (*flat[:6], _stats(stats, *flat[6:8]), flat[8])
 
 
@@ -119,7 +127,8 @@ def dispatch_start(
     """Target ``jax_ep_ll_dispatch_start``: sanitised topk_idx, ticket uint32 ``[2]``, token."""
     results = ((topk_idx.shape, jnp.int32), _TICKET, _TOKEN)
     operands = (x, topk_idx, topk_weights, token)
-    return _half("jax_ep_ll_dispatch_start", layout, operands, results)
+    target = _float8.target("jax_ep_ll_dispatch", layout.float8, "_start")
+    return _half(target, layout, operands, results, **_float8.attributes(layout.float8))
 
 
 def dispatch_done(
@@ -135,7 +144,15 @@ def dispatch_done(
     """Target ``jax_ep_ll_dispatch_done``: as ``dispatch``, without the sanitised topk_idx."""
     results = (*_received(layout, x, topk_idx), *_stats_results(layout, stats), _TOKEN)
     operands = (x, topk_idx, topk_weights, ticket, *_stats_operands(x, stats), token)
-    flat = _half("jax_ep_ll_dispatch_done", layout, operands, results, padded=padded)
+    flat = _half(
+        _float8.target("jax_ep_ll_dispatch", layout.float8, "_done"),
+        layout,
+        operands,
+        results,
+        padded=padded,
+        **_float8.attributes(layout.float8),
+    )
+    flat = _pair_scales(layout, flat)
     return (*flat[:5], _stats(stats, *flat[5:7]), flat[7])
 
 
@@ -183,12 +200,20 @@ _TICKET = ((2,), jnp.uint32)
 def _received(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array):
     num_tokens, num_experts_per_tok = topk_idx.shape
     return (
-        ((layout.capacity, x.shape[1]), x.dtype),
+        *_float8.token_results(layout.float8, (layout.capacity, x.shape[1]), x.dtype),
         ((layout.capacity,), jnp.float32),
         ((layout.experts_per_rank,), jnp.int32),
         ((), jnp.int32),
         ((layout.num_ranks * num_tokens, num_experts_per_tok), jnp.int32),
     )
+
+
+def _pair_scales(layout: RouteLayout, flat):
+    """Flat results with values and scales, where these come back, as one."""
+    if layout.float8 is None or layout.float8.dequantize:
+        return flat
+    values, scales, *others = flat
+    return (values, scales), *others
 
 
 def _stats_operands(like: jax.Array, stats: LowLatencyStats | None):

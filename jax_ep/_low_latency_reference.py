@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from . import _reference
+from . import _float8, _reference
 from .low_latency_routed import LowLatencyStats
 from .routed import RouteLayout
 
@@ -30,11 +30,13 @@ def dispatch(
         compact = dataclasses.replace(layout, capacity=max(1, num_slots * per_token))
     else:
         compact = layout
+    compact = dataclasses.replace(compact, float8=None)  # rows are spread first
     tokens, weights, counts, _, num_dropped, topk_idx, recv_rows, _ = _reference.dispatch(
         compact, x, topk_idx, topk_weights
     )
     if padded:
         tokens, weights, recv_rows = _spread(num_slots, tokens, weights, counts, recv_rows)
+    tokens = _float8.through(layout.float8, tokens)
     stats = add_stats(stats, counts)
     return tokens, weights, counts, num_dropped, recv_rows, topk_idx, stats, jnp.zeros_like(token)
 

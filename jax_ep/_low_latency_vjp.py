@@ -8,6 +8,7 @@ import functools
 
 import jax
 
+from . import _float8
 from . import _low_latency_primitives as primitives
 from .low_latency_routed import LowLatencyStats
 from .routed import RouteLayout
@@ -30,12 +31,13 @@ def dispatch(
 def _dispatch_fwd(layout, padded, x, topk_idx, topk_weights, stats, token):
     results = primitives.dispatch(layout, padded, x, topk_idx, topk_weights, stats, token)
     recv_rows, sanitised_idx = results[4:6]
-    return results, (sanitised_idx, recv_rows)
+    return results, (x[:0], sanitised_idx, recv_rows)
 
 
 def _dispatch_bwd(layout, padded, residuals, cotangents):
-    topk_idx, recv_rows = residuals
+    no_rows, topk_idx, recv_rows = residuals
     d_tokens, d_weights, *_, d_token = cotangents
+    d_tokens = _float8.row_cotangent(layout.float8, d_tokens, no_rows)
     d_x, d_topk_weights, d_token = primitives.combine_with_scalars(
         layout, d_tokens, d_weights, topk_idx, recv_rows, d_token
     )

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from . import _float8
 from .routed import RouteLayout
 from .routing import RoutingGroup
 
@@ -30,16 +31,8 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
     """Target ``jax_ep_dispatch``; operands and results as in ``_reference.dispatch``."""
     rows, recv_rows = _dispatch_results(layout, x, topk_idx)
     sanitised = (topk_idx.shape, jnp.int32)
-    *arrays, row_map = _call(
-        "jax_ep_dispatch",
-        layout,
-        (x, topk_idx, topk_weights),
-        (*rows, sanitised, *recv_rows),
-        expert_alignment=layout.expert_alignment,
-        zero_tail=layout.zero_tail,
-        expanded=layout.expand,
-    )
-    return *arrays, None if layout.expand else row_map
+    operands = (x, topk_idx, topk_weights)
+    return _call_dispatch("jax_ep_dispatch", layout, operands, (*rows, sanitised, *recv_rows))
 
 
 def dispatch_routed(
@@ -62,16 +55,11 @@ def dispatch_routed(
         The results of ``dispatch``, ``topk_idx`` in the place of the sanitised one.
     """
     rows, recv_rows = _dispatch_results(layout, x, topk_idx)
-    *arrays, recv_rows, row_map = _call(
-        "jax_ep_dispatch_routed",
-        layout,
-        (x, topk_idx, row_index, counts, topk_weights),
-        (*rows, *recv_rows),
-        expert_alignment=layout.expert_alignment,
-        zero_tail=layout.zero_tail,
-        expanded=layout.expand,
+    operands = (x, topk_idx, row_index, counts, topk_weights)
+    *arrays, recv_rows, row_map = _call_dispatch(
+        "jax_ep_dispatch_routed", layout, operands, (*rows, *recv_rows)
     )
-    return *arrays, topk_idx, recv_rows, None if layout.expand else row_map
+    return *arrays, topk_idx, recv_rows, row_map
 
 
 def route(group: RoutingGroup, topk_idx: jax.Array, ticket: jax.Array):
@@ -176,6 +164,28 @@ def _dispatch_results(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array):
         ((0 if layout.expand else layout.capacity,), jnp.int32),
     )
     return rows, recv_rows
+
+
+def _call_dispatch(target: str, layout: RouteLayout, operands, results):
+    """The target's results with ``layout.float8``'s pair in the place of rows."""
+    float8 = layout.float8
+    if float8 is not None:
+        tokens, *scales = _float8.token_results(float8, *results[0])
+        results = (tokens, *(scales or [((0,), jnp.float32)]), *results[1:])
+    tokens, *arrays, row_map = _call(
+        _float8.target(target, float8),
+        layout,
+        operands,
+        results,
+        expert_alignment=layout.expert_alignment,
+        zero_tail=layout.zero_tail,
+        expanded=layout.expand,
+        **_float8.attributes(float8),
+    )
+    if float8 is not None:
+        scales, *arrays = arrays
+        tokens = tokens if float8.dequantize else (tokens, scales)
+    return tokens, *arrays, None if layout.expand else row_map
 
 
 def _combine(layout, y, weights, row_scalars, topk_idx, recv_rows, *, expanded):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import _float8
 from .routed import RouteLayout
 from .routing import RoutingGroup
 
@@ -24,10 +25,10 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
         topk_weights: float32 ``[T, K]``.
 
     Returns:
-        tokens ``[capacity, H]`` (``[R * T, H]`` when not expanded), weights float32 ``[capacity]``,
-        group_sizes and valid_sizes int32 ``[E_l]``, num_dropped int32 scalar, sanitised topk_idx
-        int32 ``[T, K]``, recv_rows int32 ``[R * T, K]``, row_map int32 ``[capacity]`` (None when
-        expanded).
+        tokens ``[capacity, H]`` (``[R * T, H]`` when not expanded; with ``layout.float8`` perhaps a
+        pair of values and scales), weights float32 ``[capacity]``, group_sizes and valid_sizes
+        int32 ``[E_l]``, num_dropped int32 scalar, sanitised topk_idx int32 ``[T, K]``, recv_rows
+        int32 ``[R * T, K]``, row_map int32 ``[capacity]`` (None when expanded).
     """
     num_tokens, num_experts_per_tok = topk_idx.shape
     num_slots = layout.num_ranks * num_tokens
@@ -61,7 +62,9 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
     weights = _append_zero(all_weights.reshape(-1))[entry_of_row]
     sizes = (group_sizes, valid_sizes, num_dropped)
     topk_idx = topk_idx[:num_tokens]
-    return tokens.astype(x.dtype), weights, *sizes, topk_idx, recv_rows, row_map
+    # A row's values and scales are the same whoever computes them: here those who received it.
+    tokens = _float8.through(layout.float8, tokens.astype(x.dtype))
+    return tokens, weights, *sizes, topk_idx, recv_rows, row_map
 
 
 def dispatch_routed(

@@ -9,7 +9,7 @@ import functools
 
 import jax
 
-from . import _primitives
+from . import _float8, _primitives
 from .routed import RouteLayout
 from .routing import RoutingGroup
 
@@ -23,12 +23,13 @@ def dispatch(layout: RouteLayout, x: jax.Array, topk_idx: jax.Array, topk_weight
 def _dispatch_fwd(layout, x, topk_idx, topk_weights):
     results = _primitives.dispatch(layout, x, topk_idx, topk_weights)
     *_, sanitised_idx, recv_rows, _ = results
-    return results, (sanitised_idx, recv_rows)
+    return results, (x[:0], sanitised_idx, recv_rows)
 
 
 def _dispatch_bwd(layout, residuals, cotangents):
-    topk_idx, recv_rows = residuals
+    no_rows, topk_idx, recv_rows = residuals
     d_tokens, d_weights, *_ = cotangents
+    d_tokens = _float8.row_cotangent(layout.float8, d_tokens, no_rows)
     d_x, d_topk_weights = _primitives.combine_with_scalars(
         layout, d_tokens, d_weights, topk_idx, recv_rows
     )
@@ -54,7 +55,7 @@ def dispatch_routed(
 def _dispatch_routed_fwd(layout, x, topk_idx, row_index, counts, topk_weights):
     results = _primitives.dispatch_routed(layout, x, topk_idx, row_index, counts, topk_weights)
     *_, recv_rows, _ = results
-    return results, (topk_idx, recv_rows)
+    return results, (x[:0], topk_idx, recv_rows)
 
 
 def _dispatch_routed_bwd(layout, residuals, cotangents):

@@ -220,6 +220,10 @@ class Buffer:
         if self._native is not None:
             _windows.reset(self._native, self._id, self._peers)
 
+    def offers(self, target: str) -> bool:
+        """Whether the backend in use can do what the native target does."""
+        return self._native is None or target in self._native.registrations()
+
     def require_open(self, op: str) -> None:
         """Raises EpUsageError if the buffer is closed; ``op`` names the caller in its message."""
         if self.closed:

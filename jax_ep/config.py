@@ -159,6 +159,13 @@ def positive_int(name: str, value: Any, *, at_most: int | None = None) -> int:
     return number
 
 
+def boolean(name: str, value: Any) -> bool:
+    """Returns ``value``, of Python or numpy, as a bool; raises EpUsageError if it is none."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise EpUsageError(f"{name}={value!r} is a {type(value).__name__}; pass a bool")
+    return bool(value)
+
+
 def _row_dtype(dtype: Any) -> np.dtype:
     try:
         normal = jnp.dtype(dtype)

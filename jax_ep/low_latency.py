@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _low_latency_primitives, _low_latency_reference, _low_latency_vjp
+from . import _float8, _low_latency_primitives, _low_latency_reference, _low_latency_vjp
 from ._low_latency_checks import (
     check_combine,
     check_dispatch,
@@ -35,6 +35,9 @@ def low_latency_dispatch(
     *,
     layout: str = "padded",
     capacity: int | None = None,
+    quantize: str | None = None,
+    scale_format: str = "float32",
+    dequantize: bool = False,
     stats: LowLatencyStats | None = None,
     after: Any = None,
 ) -> LowLatencyRouted:
@@ -53,6 +56,7 @@ def low_latency_dispatch(
         layout: "padded" gives every expert a block of ``R * T`` rows, for batched matmuls; nothing
             can be dropped. "compact" puts experts one after another, for ``jax.lax.ragged_dot``.
         capacity: rows of a compact result, as in ``dispatch``; None for all that can arrive.
+        quantize, scale_format, dequantize: as in ``dispatch``.
         stats: totals to add this operation to; they come back as ``LowLatencyRouted.stats``.
         after: what this operation must come after, where nothing else says so: a Routed, a
             Routing, a LowLatencyRouted, a pending start or any array with elements. Gradients are
@@ -69,8 +73,14 @@ def low_latency_dispatch(
     """
     op = "low_latency_dispatch"
     facts, padded = check_dispatch(
-        op, buffer, x, topk_idx, topk_weights, layout=layout, capacity=capacity
+        *(op, buffer, x, topk_idx, topk_weights),
+        layout=layout,
+        capacity=capacity,
+        quantize=quantize,
+        scale_format=scale_format,
+        dequantize=dequantize,
     )
+    x = _float8.without_gradient(facts.float8, op, jnp.asarray(x))
     stats = check_stats(buffer, stats)
     arrays = jax.tree.map(jnp.asarray, (x, topk_idx, topk_weights, stats, order_token(op, after)))
     return _fused_dispatch(buffer, facts, padded, _cast_tree(buffer, arrays))
@@ -113,6 +123,9 @@ def low_latency_dispatch_start(
     *,
     layout: str = "padded",
     capacity: int | None = None,
+    quantize: str | None = None,
+    scale_format: str = "float32",
+    dequantize: bool = False,
     after: Any = None,
 ) -> PendingDispatch:
     """The sending half of ``low_latency_dispatch``: what runs until its done hides the transfer.
@@ -122,7 +135,8 @@ def low_latency_dispatch_start(
     start needs its one done.
 
     Args:
-        buffer, x, topk_idx, topk_weights, layout, capacity, after: as in ``low_latency_dispatch``.
+        buffer, x, topk_idx, topk_weights, layout, capacity, quantize, scale_format, dequantize,
+            after: as in ``low_latency_dispatch``.
 
     Returns:
         What ``low_latency_dispatch_done`` takes.
@@ -132,7 +146,12 @@ def low_latency_dispatch_start(
     """
     op = "low_latency_dispatch_start"
     facts, padded = check_dispatch(
-        op, buffer, x, topk_idx, topk_weights, layout=layout, capacity=capacity
+        *(op, buffer, x, topk_idx, topk_weights),
+        layout=layout,
+        capacity=capacity,
+        quantize=quantize,
+        scale_format=scale_format,
+        dequantize=dequantize,
     )
     arrays = _half_arrays(op, buffer, (x, topk_idx, topk_weights, order_token(op, after)))
     x, topk_idx, topk_weights, token = arrays
@@ -293,9 +312,11 @@ def _fused_dispatch(buffer: Buffer, facts: RouteLayout, padded: bool, arrays) ->
 def _routed(facts: RouteLayout, padded: bool, results) -> LowLatencyRouted:
     tokens, weights, counts, num_dropped, recv_rows, topk_idx, stats, token = results
     if padded:
-        rows = facts.capacity // facts.experts_per_rank
-        tokens = tokens.reshape(facts.experts_per_rank, rows, tokens.shape[1])
-        weights = weights.reshape(facts.experts_per_rank, rows)
+        blocks = facts.experts_per_rank, facts.capacity // facts.experts_per_rank
+        tokens, weights = jax.tree.map(
+            lambda rows: rows.reshape(*blocks, *rows.shape[1:]), (tokens, weights)
+        )
+    tokens, scales = tokens if isinstance(tokens, tuple) else (tokens, None)
     return LowLatencyRouted(
         tokens=tokens,
         weights=weights,
@@ -304,6 +325,7 @@ def _routed(facts: RouteLayout, padded: bool, results) -> LowLatencyRouted:
         handle=Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=facts),
         token=token,
         stats=stats,
+        scales=scales,
     )
 
 

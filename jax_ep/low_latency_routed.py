@@ -42,7 +42,16 @@ class LowLatencyStats:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("tokens", "weights", "counts", "num_dropped", "handle", "token", "stats"),
+    data_fields=(
+        "tokens",
+        "weights",
+        "counts",
+        "num_dropped",
+        "handle",
+        "token",
+        "stats",
+        "scales",
+    ),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +72,8 @@ class LowLatencyRouted:
             with all axes but the last made one.
         token: float32 scalar of no content, for ``after=``.
         stats: the totals given to dispatch with this operation added, or None.
+        scales: as in ``Routed``, with one axis more in the padded layout; unwritten past the
+            counts.
     """
 
     tokens: jax.Array
@@ -72,6 +83,7 @@ class LowLatencyRouted:
     handle: Handle
     token: jax.Array
     stats: LowLatencyStats | None
+    scales: jax.Array | None = None
 
 
 @functools.partial(

@@ -1,16 +1,17 @@
 """The public operations: every argument is checked while JAX traces, then the backend is called."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _reference, _vjp
+from . import _float8, _reference, _vjp
 from ._order import hold
 from ._primitives import cast_varying
 from .buffer import Buffer
-from .config import positive_int
+from .config import boolean, positive_int
 from .errors import EpUsageError
 from .routed import Handle, Routed, RouteLayout
 from .routing import Routing
@@ -29,6 +30,9 @@ def dispatch(
     expert_alignment: int = 1,
     zero_tail: bool = True,
     expand: bool = True,
+    quantize: str | None = None,
+    scale_format: str = "float32",
+    dequantize: bool = False,
     after: Any = None,
 ) -> Routed:
     """Sends every token to the ranks that hold its experts; call it inside ``jax.shard_map``.
@@ -60,6 +64,12 @@ def dispatch(
             expert-major row finds its token: for grouped matmuls that gather rows themselves. All
             other fields, and what combine takes, are the same; slots without a row are zero
             whatever ``zero_tail`` says.
+        quantize: None, or "float8_e4m3fn" for rows that travel so, a scale for 128 channels.
+        scale_format: "float32" makes the largest magnitude of each 128 channels 448, which is
+            float8's largest; "power_of_two" rounds that scale up.
+        dequantize: whether ``Routed.tokens`` are rows again, in the config's dtype, about 1/16 off
+            (docs/sharp-bits.md has the bound), the gradient going straight through. False gives
+            float8 values and ``Routed.scales``, and cannot be differentiated in x.
         after: what this operation must come after, where nothing else says so: a Routed, a Routing,
             or an array that an earlier operation has made. Gradients then run in the reverse order.
             Operations that share no data need it where several processes share the buffer.
@@ -77,6 +87,10 @@ def dispatch(
         topk_idx = _check_routing(buffer, topk_idx, routing)
     _check_dispatch_arrays(buffer, x, topk_idx, topk_weights)
     layout = _layout(buffer, jnp.shape(x)[0], capacity, expert_alignment, zero_tail, expand)
+    offered = buffer.offers(f"jax_ep_dispatch{'' if routing is None else '_routed'}_float8")
+    float8 = _float8.options("dispatch", quantize, scale_format, dequantize, offered=offered)
+    layout = dataclasses.replace(layout, float8=float8)
+    x = _float8.without_gradient(float8, "dispatch", jnp.asarray(x))
     backend = _reference if buffer.backend == "reference" else _vjp
     if routing is None:
         operands, send = (x, topk_idx, topk_weights), backend.dispatch
@@ -86,7 +100,7 @@ def dispatch(
     *operands, topk_weights = cast_varying(buffer.axis_names, *map(jnp.asarray, operands))
     results = send(layout, *operands, hold("dispatch", buffer.axis_names, topk_weights, after))
     tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows, row_map = results
-    handle = Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=layout)
+    tokens, scales = tokens if isinstance(tokens, tuple) else (tokens, None)
     return Routed(
         tokens=tokens,
         weights=weights,
@@ -94,7 +108,8 @@ def dispatch(
         valid_sizes=valid_sizes,
         num_dropped=num_dropped,
         row_map=row_map,
-        handle=handle,
+        handle=Handle(topk_idx=topk_idx, recv_rows=recv_rows, layout=layout),
+        scales=scales,
     )
 
 
@@ -310,12 +325,6 @@ def _layout(
         experts_per_rank=buffer.experts_per_rank,
         capacity=rows,
         expert_alignment=alignment,
-        zero_tail=_boolean("zero_tail", zero_tail),
-        expand=_boolean("expand", expand),
+        zero_tail=boolean("zero_tail", zero_tail),
+        expand=boolean("expand", expand),
     )
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise EpUsageError(f"{name}={value!r} is a {type(value).__name__}; pass a bool")
-    return bool(value)

@@ -7,6 +7,19 @@ import jax
 
 
 @dataclasses.dataclass(frozen=True)
+class Float8:
+    """How a dispatch quantises rows to float8 for the way.
+
+    Attributes:
+        scale_format: "float32" or "power_of_two".
+        dequantize: whether rows come back, not values and scales.
+    """
+
+    scale_format: str
+    dequantize: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class RouteLayout:
     """Static facts of one dispatch that its combine and its gradients need; hashable, and holds no
     Buffer.
@@ -20,6 +33,7 @@ class RouteLayout:
         expert_alignment: A; every expert's segment is a multiple of A rows.
         zero_tail: whether rows past the last segment are zero (otherwise unspecified).
         expand: whether ``tokens`` are expert-major rows (otherwise slots).
+        float8: how dispatch quantised rows; None: they travelled as they were.
     """
 
     buffer_id: int
@@ -31,6 +45,7 @@ class RouteLayout:
     expert_alignment: int
     zero_tail: bool
     expand: bool
+    float8: Float8 | None = None
 
 
 @functools.partial(
@@ -66,6 +81,7 @@ class Handle:
         "num_dropped",
         "row_map",
         "handle",
+        "scales",
     ),
     meta_fields=(),
 )
@@ -79,7 +95,8 @@ class Routed:
     Attributes:
         tokens: ``[capacity, H]`` in the buffer's dtype, expert-major. With ``expand=False``
             ``[R * T, H]``: each token once, token t of source rank s in slot ``s * T + t``; slots
-            of which no row is on this rank, or of which all were dropped, are zero.
+            of which no row is on this rank, or of which all were dropped, are zero. Float8 values
+            if quantised and not dequantised.
         weights: float32 ``[capacity]``, the entries' ``topk_weights``; 0 for rows that hold no
             token. ``combine`` multiplies by them, so editing them changes its result, and gradients
             flow through them.
@@ -93,6 +110,9 @@ class Routed:
             ``tokens.at[row_map].get(mode="fill", fill_value=0)`` are the expert-major rows;
             otherwise None.
         handle: what ``combine`` needs to send the rows back.
+        scales: float32 ``[rows of tokens, ceil(H / 128)]`` where tokens are float8 values: channel
+            h of row r stands for ``tokens[r, h] * scales[r, h // 128]``; 1 in rows of zeros.
+            Otherwise None.
     """
 
     tokens: jax.Array
@@ -102,3 +122,4 @@ class Routed:
     num_dropped: jax.Array
     row_map: jax.Array | None
     handle: Handle
+    scales: jax.Array | None = None

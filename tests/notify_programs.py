@@ -29,8 +29,8 @@ def true_sizes(topk_idx: np.ndarray, case: cases.Case) -> np.ndarray:
     return true_counts(topk_idx, case).sum(axis=0).reshape(case.R, case.experts_per_rank)
 
 
-def routed_dispatch(buffer, case: cases.Case, x, routing, topk_weights) -> jax_ep.Routed:
-    """Dispatch along a routing with the case's options."""
+def routed_dispatch(buffer, case: cases.Case, x, routing, topk_weights, **options) -> jax_ep.Routed:
+    """Dispatch along a routing with the case's options, and others."""
     return jax_ep.dispatch(
         buffer,
         x,
@@ -40,6 +40,7 @@ def routed_dispatch(buffer, case: cases.Case, x, routing, topk_weights) -> jax_e
         expert_alignment=case.alignment,
         zero_tail=case.zero_tail,
         expand=case.expand,
+        **options,
     )
 
 

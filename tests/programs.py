@@ -67,8 +67,10 @@ def sharded(buffer: jax_ep.Buffer, function, **options):
     return jax.shard_map(function, mesh=buffer.mesh, **options)
 
 
-def dispatch(buffer: jax_ep.Buffer, case: cases.Case, x, topk_idx, topk_weights) -> jax_ep.Routed:
-    """Dispatch with the case's options."""
+def dispatch(
+    buffer: jax_ep.Buffer, case: cases.Case, x, topk_idx, topk_weights, **options
+) -> jax_ep.Routed:
+    """Dispatch with the case's options, and others."""
     return jax_ep.dispatch(
         buffer,
         x,
@@ -78,6 +80,7 @@ def dispatch(buffer: jax_ep.Buffer, case: cases.Case, x, topk_idx, topk_weights)
         expert_alignment=case.alignment,
         zero_tail=case.zero_tail,
         expand=case.expand,
+        **options,
     )
 
 

@@ -21,7 +21,8 @@ class Dispatch {
         session_(context, kDispatchChannel, tag),
         layout_(context.window.layout),
         shape_(layout_.shape),
-        message_(shape_.message()),
+        rows_(args.float8, args.tokens, shape_.row_bytes, context.wire_rows),
+        message_{std::max(shape_.row_bytes, rows_.packed_bytes()), shape_.num_experts_per_tok},
         experts_per_rank_(shape_.experts_per_rank()) {}
 
   bool run(uint64_t first_epoch);
@@ -33,7 +34,7 @@ class Dispatch {
   void send_counts(uint64_t epoch);
   void send_chunk(uint64_t epoch, TokenRange tokens);
   void send_token(uint64_t epoch, int token, int slot);
-  void write_message(char* to, int peer, int token);
+  void write_message(char* to, int peer, int token, const char* packed);
   bool receive_counts(uint64_t epoch);
   void place_rows();
   void expand_own();
@@ -49,6 +50,9 @@ class Dispatch {
   Session session_;
   const WindowLayout& layout_;
   const WindowShape& shape_;
+  WireRows rows_;
+  // As the shape's, and in slots of its size. Of the rows only those of 16 bytes grow in float8, to
+  // 20, where 20 + 8K bytes leave room for 4 more before a multiple of 128.
   MessageFormat message_;
   int experts_per_rank_;
 };
@@ -141,23 +145,25 @@ void Dispatch::send_token(uint64_t epoch, int token, int slot) {
   const int32_t* owners = &context_.owners[static_cast<size_t>(token) * topk];
   const int parity = parity_of(epoch);
   const int rank = session_.rank();
+  const char* packed = nullptr;  // packed once for all peers
   for (int step = 0; step < session_.num_peers(); ++step) {
     const int peer = session_.peer(step);
     const bool needed = std::find(owners, owners + topk, peer) != owners + topk;
     if (needed) {
+      const bool carried = context_.operands_of(peer) == nullptr;
+      if (carried && packed == nullptr) packed = rows_.pack(args_.x + token * shape_.row_bytes);
       char* to = session_.window().data(peer, layout_.dispatch_message(parity, rank, slot));
-      write_message(to, peer, token);
+      write_message(to, peer, token, carried ? packed : nullptr);
     }
     session_.send_flag(peer, layout_.dispatch_flag(parity, rank, slot), epoch, needed);
   }
 }
 
-void Dispatch::write_message(char* to, int peer, int token) {
+// packed: null where the peer reads the row in place.
+void Dispatch::write_message(char* to, int peer, int token, const char* packed) {
   const int topk = shape_.num_experts_per_tok;
   const int64_t first = static_cast<int64_t>(token) * topk;
-  if (context_.operands_of(peer) == nullptr) {
-    std::memcpy(to, args_.x + token * shape_.row_bytes, shape_.row_bytes);
-  }
+  if (packed != nullptr) std::memcpy(to, packed, rows_.packed_bytes());
   const int32_t source_token = token;
   std::memcpy(to + message_.source_offset(), &source_token, sizeof(source_token));
   for (int k = 0; k < topk; ++k) {
@@ -225,7 +231,7 @@ void Dispatch::place_rows() {
 void Dispatch::zero_rows(int64_t begin, int64_t end) {
   end = std::min(end, args_.capacity);
   if (begin >= end || args_.row_map != nullptr) return;
-  std::memset(args_.tokens + begin * shape_.row_bytes, 0, (end - begin) * shape_.row_bytes);
+  rows_.put_zeros(begin, end);
 }
 
 void Dispatch::expand_own() {
@@ -233,12 +239,13 @@ void Dispatch::expand_own() {
   const int rank = session_.rank();
   for (int token = 0; token < args_.num_tokens; ++token) {
     const int64_t first = static_cast<int64_t>(token) * topk;
+    const char* row = nullptr;
     for (int k = 0; k < topk; ++k) {
       if (context_.owners[first + k] != rank) continue;
-      expand(args_.x + token * shape_.row_bytes, rank, token, k, context_.routes[first + k],
-             args_.topk_weights[first + k]);
+      if (row == nullptr) row = rows_.open(rows_.pack(args_.x + token * shape_.row_bytes));
+      expand(row, rank, token, k, context_.routes[first + k], args_.topk_weights[first + k]);
     }
-    if (args_.row_map != nullptr) fill_slot(args_.x + token * shape_.row_bytes, rank, token);
+    if (args_.row_map != nullptr) fill_slot(row, rank, token);
   }
 }
 
@@ -293,7 +300,9 @@ void Dispatch::prefetch_record(int parity, int source, int slot) const {
 
 void Dispatch::expand_message(const char* from, int source, int token) {
   const OperandView* operands = context_.operands_of(source);
-  const char* row = operands != nullptr ? operands->rows + token * shape_.row_bytes : from;
+  const char* packed =
+      operands != nullptr ? rows_.pack(operands->rows + token * shape_.row_bytes) : from;
+  const char* row = rows_.open(packed);
   for (int k = 0; k < shape_.num_experts_per_tok; ++k) {
     RouteEntry entry;
     std::memcpy(&entry, from + message_.entry_offset(k), sizeof(entry));
@@ -313,7 +322,7 @@ void Dispatch::expand(const char* row, int source, int token, int k, uint32_t ro
   if (to < 0 || to >= args_.capacity) return;  // dropped: counted in place_rows
   const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
   if (args_.row_map == nullptr) {
-    std::memcpy(args_.tokens + to * shape_.row_bytes, row, shape_.row_bytes);
+    rows_.put(to, row);
   } else {
     args_.row_map[to] = static_cast<int32_t>(slot);
   }
@@ -322,16 +331,15 @@ void Dispatch::expand(const char* row, int source, int token, int k, uint32_t ro
 }
 
 // Without expansion: every slot is written exactly once, after its routes. `row` is read only if
-// one of them led to a row.
+// one of them led to a row; it is as rows_.open() gave it.
 void Dispatch::fill_slot(const char* row, int source, int token) {
   const int topk = shape_.num_experts_per_tok;
   const int64_t slot = static_cast<int64_t>(source) * args_.num_tokens + token;
   const int32_t* rows = args_.recv_rows + slot * topk;
-  char* to = args_.tokens + slot * shape_.row_bytes;
   if (row != nullptr && std::any_of(rows, rows + topk, [](int32_t at) { return at >= 0; })) {
-    std::memcpy(to, row, shape_.row_bytes);
+    rows_.put(slot, row);
   } else {
-    std::memset(to, 0, shape_.row_bytes);
+    rows_.put_zeros(slot, slot + 1);
   }
 }
 

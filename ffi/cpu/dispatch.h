@@ -15,7 +15,7 @@ struct DispatchArgs {
   const char* x;              // [T, H]
   const int32_t* topk_idx;    // [T, K]
   const float* topk_weights;  // [T, K]
-  char* tokens;               // [capacity, H], or with row_map [R * T, H]
+  char* tokens;               // [capacity, H], or with row_map [R * T, H]; see float8
   float* weights;             // [capacity]
   int32_t* group_sizes;       // [E_l], aligned
   int32_t* valid_sizes;       // [E_l]
@@ -29,6 +29,8 @@ struct DispatchArgs {
   int32_t* row_map = nullptr;  // [capacity], slots; null: tokens are expert-major
   // Padded layout: the rows of every expert's own block. 0: experts lie one after another.
   int64_t expert_rows = 0;
+  // Where quantised with scales, tokens are float8.
+  Float8Rows float8 = {};
   // Where present, topk_idx is its sanitised one, clean_topk_idx is not written, and no counts are
   // exchanged.
   GivenRoute route = {};

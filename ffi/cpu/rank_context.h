@@ -8,6 +8,7 @@
 
 #include "cpu/faults.h"
 #include "cpu/operand_view.h"
+#include "cpu/wire_rows.h"
 #include "protocol/error_record.h"
 #include "protocol/routing.h"
 #include "transport/window.h"
@@ -53,6 +54,7 @@ struct RankContext {
   std::vector<char> covered;       // [capacity], rows that some (token, k) names
   std::vector<int32_t> experts;    // [T * K], what a done takes for topk_idx
   std::vector<int64_t> waited_ns;  // [R], time spent waiting for each peer; empty: not asked for
+  WireScratch wire_rows;           // a dispatch's rows on their way
 };
 
 }  // namespace jax_ep

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "protocol/numeric.h"
+#include "protocol/quantize.h"
 
 namespace jax_ep {
 
@@ -31,6 +32,12 @@ struct RowMath {
   void (*scale)(const char* row, float weight, char* out, int64_t hidden, RowType type);
   // <a, b> in float32, in the order that numeric.h gives.
   float (*dot)(const char* a, const char* b, int64_t hidden, RowType type);
+  // values [hidden] and scales [num_scales(hidden)] of a row, as quantize.h says.
+  void (*quantize)(const char* row, int64_t hidden, RowType type, ScaleFormat format,
+                   uint8_t* values, float* scales);
+  // out = round(value * scale)
+  void (*dequantize)(const uint8_t* values, const float* scales, int64_t hidden, RowType type,
+                     char* out);
 };
 
 const RowMath& row_math();

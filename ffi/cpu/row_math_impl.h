@@ -238,8 +238,65 @@ float dot(const char* a, const char* b, int64_t hidden, RowType type) {
   return 0.0f;
 }
 
+template <typename T>
+void quantize_row(const char* row, int64_t hidden, bool power_of_two, uint8_t* __restrict values,
+                  float* __restrict scales) {
+  const T* from = reinterpret_cast<const T*>(row);
+  for (int64_t begin = 0; begin < hidden; begin += kScaleGroup) {
+    const int64_t size = std::min<int64_t>(kScaleGroup, hidden - begin);
+    // Magnitudes compare like their bits, which is cheaper; a NaN's exceed infinity's.
+    int32_t amax = 0;
+    for (int64_t j = 0; j < size; ++j) {
+      const auto magnitude = static_cast<int32_t>(bits_of(load(from[begin + j])) & 0x7FFFFFFFu);
+      const int32_t number = magnitude > 0x7F800000 ? 0 : magnitude;
+      amax = number > amax ? number : amax;
+    }
+    const GroupScale group = group_scale(float_of(static_cast<uint32_t>(amax)), power_of_two);
+    scales[begin / kScaleGroup] = group.scale;
+    for (int64_t j = 0; j < size; ++j) {
+      values[begin + j] = encode_e4m3(load(from[begin + j]) * group.inverse);
+    }
+  }
+}
+
+template <typename T>
+void dequantize_row(const uint8_t* __restrict values, const float* scales, int64_t hidden,
+                    char* out) {
+  T* __restrict to = reinterpret_cast<T*>(out);
+  for (int64_t begin = 0; begin < hidden; begin += kScaleGroup) {
+    const int64_t size = std::min<int64_t>(kScaleGroup, hidden - begin);
+    const float scale = scales[begin / kScaleGroup];
+    for (int64_t j = 0; j < size; ++j) store(dequantized(values[begin + j], scale), &to[begin + j]);
+  }
+}
+
+void quantize(const char* row, int64_t hidden, RowType type, ScaleFormat format, uint8_t* values,
+              float* scales) {
+  const bool power_of_two = format == ScaleFormat::kPowerOfTwo;
+  switch (type) {
+    case RowType::kFloat32:
+      return quantize_row<float>(row, hidden, power_of_two, values, scales);
+    case RowType::kBFloat16:
+      return quantize_row<BFloat16>(row, hidden, power_of_two, values, scales);
+    case RowType::kFloat16:
+      return quantize_row<Float16>(row, hidden, power_of_two, values, scales);
+  }
+}
+
+void dequantize(const uint8_t* values, const float* scales, int64_t hidden, RowType type,
+                char* out) {
+  switch (type) {
+    case RowType::kFloat32:
+      return dequantize_row<float>(values, scales, hidden, out);
+    case RowType::kBFloat16:
+      return dequantize_row<BFloat16>(values, scales, hidden, out);
+    case RowType::kFloat16:
+      return dequantize_row<Float16>(values, scales, hidden, out);
+  }
+}
+
 extern const RowMath kRowMath;
-const RowMath kRowMath = {sum, sum_parts, scale, dot};
+const RowMath kRowMath = {sum, sum_parts, scale, dot, quantize, dequantize};
 
 }  // namespace JAX_EP_ROW_MATH_NAMESPACE
 }  // namespace jax_ep

@@ -39,7 +39,12 @@ CpuResolved admit(const CpuCall& call, const Operands& operands, const ffi::AnyB
   return resolved;
 }
 
-DispatchArgs dispatch_args(const DispatchOperands& operands) {
+Float8Rows float8_rows(const DispatchOperands& operands, const CpuBuffer& buffer) {
+  return {operands.float8.format(), operands.row_type(), buffer.options().hidden,
+          operands.float8.scales_data()};
+}
+
+DispatchArgs dispatch_args(const DispatchOperands& operands, const CpuBuffer& buffer) {
   return {data<const char>(operands.x),
           data<const int32_t>(operands.topk_idx),
           data<const float>(operands.topk_weights),
@@ -54,7 +59,9 @@ DispatchArgs dispatch_args(const DispatchOperands& operands) {
           operands.capacity(),
           operands.expert_alignment,
           operands.zero_tail,
-          operands.expanded ? nullptr : data<int32_t>(operands.row_map)};
+          operands.expanded ? nullptr : data<int32_t>(operands.row_map),
+          /*expert_rows=*/0,
+          float8_rows(operands, buffer)};
 }
 
 template <class Operands>
@@ -70,13 +77,13 @@ ffi::Future start_dispatch(const CpuCall& call, const CpuResolved& resolved,
 ffi::Future dispatch(const CpuCall& call, const DispatchOperands& operands) {
   const CpuResolved resolved = admit(call, operands, operands.rank);
   if (!resolved.error.empty()) return refuse(call, resolved);
-  return start_dispatch(call, resolved, operands, dispatch_args(operands));
+  return start_dispatch(call, resolved, operands, dispatch_args(operands, *resolved.buffer));
 }
 
 ffi::Future dispatch_routed(const CpuCall& call, const RoutedDispatchOperands& operands) {
   const CpuResolved resolved = admit(call, operands, operands.base.rank);
   if (!resolved.error.empty()) return refuse(call, resolved);
-  DispatchArgs args = dispatch_args(operands.base);
+  DispatchArgs args = dispatch_args(operands.base, *resolved.buffer);
   args.clean_topk_idx = nullptr;
   args.route = {data<const int32_t>(operands.row_index), data<const int32_t>(operands.counts)};
   return start_dispatch(call, resolved, operands, args);
@@ -147,8 +154,11 @@ ffi::Future combine_grad(const CpuCall& call, const CombineGradOperands& operand
 }
 
 constexpr auto decoded_dispatch = decode_dispatch<ffi::RunId, ffi::Future, dispatch>;
+constexpr auto decoded_float8_dispatch = decode_float8_dispatch<ffi::RunId, ffi::Future, dispatch>;
 constexpr auto decoded_dispatch_routed =
     decode_routed_dispatch<ffi::RunId, ffi::Future, dispatch_routed>;
+constexpr auto decoded_dispatch_routed_float8 =
+    decode_routed_float8_dispatch<ffi::RunId, ffi::Future, dispatch_routed>;
 constexpr auto decoded_notify = decode_notify<ffi::RunId, ffi::Future, notify>;
 constexpr auto decoded_combine = decode_combine<ffi::RunId, ffi::Future, combine>;
 constexpr auto decoded_combine_grad = decode_combine_grad<ffi::RunId, ffi::Future, combine_grad>;
@@ -161,8 +171,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_instantiate, jax_ep::instantiate_site,
                               xla::ffi::Ffi::BindInstantiate().Attrs<xla::ffi::Dictionary>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_cpu, jax_ep::decoded_dispatch,
                               jax_ep::bind_dispatch<xla::ffi::RunId>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_float8_cpu, jax_ep::decoded_float8_dispatch,
+                              jax_ep::bind_float8_dispatch<xla::ffi::RunId>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_routed_cpu, jax_ep::decoded_dispatch_routed,
                               jax_ep::bind_routed_dispatch<xla::ffi::RunId>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_routed_float8_cpu,
+                              jax_ep::decoded_dispatch_routed_float8,
+                              jax_ep::bind_routed_float8_dispatch<xla::ffi::RunId>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_notify_cpu, jax_ep::decoded_notify,
                               jax_ep::bind_notify<xla::ffi::RunId>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_combine_cpu, jax_ep::decoded_combine,

@@ -91,6 +91,8 @@ DispatchArgs dispatch_args(const CpuBuffer& buffer, const LowLatencyDispatchOper
     args.num_dropped = data<int32_t>(operands.received->num_dropped);
     args.recv_rows = data<int32_t>(operands.received->recv_rows);
   }
+  args.float8 = {operands.float8.format(), *row_type_of(operands.x.element_type()),
+                 buffer.options().hidden, operands.float8.scales_data()};
   if (operands.padded) args.expert_rows = int64_t{buffer.num_ranks()} * operands.num_tokens();
   return args;
 }

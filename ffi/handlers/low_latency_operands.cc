@@ -46,7 +46,10 @@ std::optional<LowLatencyDispatchOperands> LowLatencyDispatchOperands::read(FlatC
                                                                            Half half) {
   const bool start = half == Half::kStart;
   const bool done = half == Half::kDone;
-  if (!call.has(start ? 5 : done ? 8 : 7, start ? 3 : done ? 8 : 9)) return std::nullopt;
+  Float8Operands float8{call.attribute("scale_format"), std::nullopt};
+  const bool with_scales = !start && float8.quantized() && call.attribute("dequantize") == 0;
+  const size_t num_rets = (start ? 3 : done ? 8 : 9) + (with_scales ? 1 : 0);
+  if (!call.has(start ? 5 : done ? 8 : 7, num_rets)) return std::nullopt;
   const AnyBuffer rank = call.arg();
   const AnyBuffer x = call.arg();
   const AnyBuffer topk_idx = call.arg();
@@ -56,14 +59,18 @@ std::optional<LowLatencyDispatchOperands> LowLatencyDispatchOperands::read(FlatC
   std::optional<LowLatencyReceived> received;
   std::optional<LowLatencyStats> stats;
   if (done) ticket = call.arg();
-  if (!start) received = {call.ret(), call.ret(), call.ret(), call.ret(), call.ret()};
+  if (!start) {
+    const AnyBuffer tokens = call.ret();
+    if (with_scales) float8.scales = call.ret();
+    received = {tokens, call.ret(), call.ret(), call.ret(), call.ret()};
+  }
   if (!done) clean_topk_idx = call.ret();
   if (start) ticket = call.ret();
   if (!start) stats = {call.arg(), call.arg(), call.ret(), call.ret()};
   const OrderToken token{call.arg(), call.ret()};
   const bool padded = call.attribute("padded") != 0;
   return {{half, rank, x, topk_idx, topk_weights, ticket, clean_topk_idx, received, stats, token,
-           padded}};
+           padded, float8}};
 }
 
 int LowLatencyDispatchOperands::num_tokens() const { return static_cast<int>(dim(x, 0)); }
@@ -73,7 +80,7 @@ int64_t LowLatencyDispatchOperands::num_rows() const {
 
 OpTag LowLatencyDispatchOperands::tag(const Site& site) const {
   const auto tokens = static_cast<uint32_t>(num_tokens());
-  return {OpKind::kDispatch, tokens, variant_of(x, half), site.number};
+  return {OpKind::kDispatch, tokens, variant_of(x, half) | float8.variant(), site.number};
 }
 
 std::string LowLatencyDispatchOperands::error(const BufferShape& shape) const {
@@ -92,7 +99,7 @@ std::string LowLatencyDispatchOperands::error(const BufferShape& shape) const {
     check.expect("clean topk_idx", *clean_topk_idx, DataType::S32, {num_tokens(), topk});
   }
   if (received) {
-    check.expect("tokens", received->tokens, type, {num_rows(), shape.hidden});
+    check.expect("tokens", received->tokens, float8.token_type(type), {num_rows(), shape.hidden});
     check.expect("weights", received->weights, DataType::F32, {num_rows()});
     check.expect("counts", received->counts, DataType::S32, {num_local});
     check.expect("num_dropped", received->num_dropped, DataType::S32, {});
@@ -100,6 +107,7 @@ std::string LowLatencyDispatchOperands::error(const BufferShape& shape) const {
     check.expect_true("a block of R * T rows for every expert",
                       !padded || num_rows() == num_local * num_slots);
   }
+  float8.check(check, num_rows(), shape.hidden);
   if (stats) expect_stats(check, *stats, shape.window, with_stats());
   expect_token(check, token);
   return check.error();

@@ -50,7 +50,7 @@ struct LowLatencyStats {
   xla::ffi::AnyBuffer tokens_per_expert_out, waited_ns_out;
 };
 
-// What a dispatch receives: all that its start does not have.
+// What a dispatch receives: all that its start does not have. Scales come after the tokens.
 struct LowLatencyReceived {
   xla::ffi::AnyBuffer tokens, weights, counts, num_dropped, recv_rows;
 };
@@ -64,6 +64,7 @@ struct LowLatencyDispatchOperands {
   std::optional<LowLatencyStats> stats;
   OrderToken token;
   bool padded;
+  Float8Operands float8;
 
   // Null when the number of arrays is not the target's.
   static std::optional<LowLatencyDispatchOperands> read(FlatCall call, Half half);

@@ -30,12 +30,21 @@ void expect_rows(ShapeCheck& check, const BufferShape& shape, const AnyBuffer& r
   check.expect_true("at most max_tokens_per_rank tokens", num_tokens <= shape.max_tokens_per_rank);
 }
 
+void Float8Operands::check(ShapeCheck& check, int64_t num_rows, int64_t hidden) const {
+  const bool known =
+      scale_format >= 0 && scale_format <= static_cast<int64_t>(ScaleFormat::kPowerOfTwo);
+  check.expect_true("a known scale_format", known);
+  check.expect_true("a scale_format where there are scales", quantized() || !scales);
+  if (scales) check.expect("scales", *scales, DataType::F32, {num_rows, num_scales(hidden)});
+}
+
 int DispatchOperands::num_tokens() const { return static_cast<int>(dim(x, 0)); }
 int64_t DispatchOperands::capacity() const { return dim(weights, 0); }
 RowType DispatchOperands::row_type() const { return *row_type_of(x.element_type()); }
 
 OpTag DispatchOperands::tag(const Site& site) const {
-  const uint32_t variant = static_cast<uint32_t>(x.element_type()) | (expanded ? 0u : kNotExpanded);
+  const uint32_t variant =
+      static_cast<uint32_t>(x.element_type()) | (expanded ? 0u : kNotExpanded) | float8.variant();
   return make_tag(OpKind::kDispatch, num_tokens(), variant, site);
 }
 
@@ -44,12 +53,14 @@ std::string DispatchOperands::error(const BufferShape& shape) const {
   const int64_t topk = shape.window.num_experts_per_tok;
   const int64_t num_local = shape.window.experts_per_rank();
   const int64_t num_slots = int64_t{shape.window.num_ranks} * num_tokens();
+  const int64_t num_rows = expanded ? capacity() : num_slots;
   ShapeCheck check("dispatch");
   expect_rows(check, shape, rank, x, num_tokens());
   check.expect("x", x, type, {num_tokens(), shape.hidden});
   check.expect("topk_idx", topk_idx, DataType::S32, {num_tokens(), topk});
   check.expect("topk_weights", topk_weights, DataType::F32, {num_tokens(), topk});
-  check.expect("tokens", tokens, type, {expanded ? capacity() : num_slots, shape.hidden});
+  check.expect("tokens", tokens, float8.token_type(type), {num_rows, shape.hidden});
+  float8.check(check, num_rows, shape.hidden);
   check.expect("weights", weights, DataType::F32, {capacity()});
   check.expect("group_sizes", group_sizes, DataType::S32, {num_local});
   check.expect("valid_sizes", valid_sizes, DataType::S32, {num_local});

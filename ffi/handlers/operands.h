@@ -3,12 +3,15 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "handlers/call.h"
+#include "handlers/shapes.h"
 #include "layout/regions.h"
 #include "protocol/numeric.h"
+#include "protocol/quantize.h"
 #include "protocol/signals.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -26,7 +29,25 @@ BufferShape shape_of(const WindowShape& window, const Options& options) {
   return {window, options.hidden, options.itemsize, options.max_tokens_per_rank};
 }
 
-class ShapeCheck;
+// How the rows of a dispatch travel, and what comes back of them.
+struct Float8Operands {
+  int64_t scale_format = 0;  // a ScaleFormat, not checked
+  // [rows of tokens, num_scales(hidden)]; none: tokens are rows of x's type.
+  std::optional<xla::ffi::AnyBuffer> scales;
+
+  bool quantized() const { return scale_format != 0; }
+  ScaleFormat format() const { return static_cast<ScaleFormat>(scale_format); }
+  float* scales_data() const {
+    return scales ? static_cast<float*>(scales->untyped_data()) : nullptr;
+  }
+  xla::ffi::DataType token_type(xla::ffi::DataType row_type) const {
+    return scales ? xla::ffi::DataType::F8E4M3FN : row_type;
+  }
+  // What a tag's variant adds: rows are the same on their way whatever the receiver makes of them.
+  uint32_t variant() const { return static_cast<uint32_t>(scale_format) << 12; }
+  void check(ShapeCheck& check, int64_t num_rows, int64_t hidden) const;
+};
+
 // What all operations ask of their rank and of the rows that they send.
 void expect_rows(ShapeCheck& check, const BufferShape& shape, const xla::ffi::AnyBuffer& rank,
                  const xla::ffi::AnyBuffer& rows, int64_t num_tokens);
@@ -38,6 +59,7 @@ struct DispatchOperands {
   int64_t expert_alignment;
   bool zero_tail;
   bool expanded;
+  Float8Operands float8 = {};
 
   int num_tokens() const;
   int64_t capacity() const;
@@ -88,7 +110,7 @@ struct HandlerCall {
   BufferRef buffer;
 };
 
-// The handlers proper take a call and the operands; these three turn XLA's flat arguments into
+// The handlers proper take a call and the operands; these turn XLA's flat arguments into
 // them. Their order is that of the bindings below.
 template <class Context, class Result,
           Result (*run)(const HandlerCall<Context>&, const DispatchOperands&)>
@@ -108,6 +130,30 @@ Result decode_dispatch(Site* site, Context context, int32_t ordinal, int64_t buf
       {site, context, ordinal, {buffer_id, fingerprint}},
       {rank, x, topk_idx, topk_weights, *tokens, *weights, *group_sizes, *valid_sizes, *num_dropped,
        *clean_topk_idx, *recv_rows, *row_map, expert_alignment, zero_tail != 0, expanded != 0});
+}
+
+template <class Context, class Result,
+          Result (*run)(const HandlerCall<Context>&, const DispatchOperands&)>
+Result decode_float8_dispatch(Site* site, Context context, int32_t ordinal, int64_t buffer_id,
+                              int64_t fingerprint, int64_t expert_alignment, int64_t zero_tail,
+                              int64_t expanded, int64_t scale_format, int64_t dequantize,
+                              xla::ffi::AnyBuffer rank, xla::ffi::AnyBuffer x,
+                              xla::ffi::AnyBuffer topk_idx, xla::ffi::AnyBuffer topk_weights,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> tokens,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> scales,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> weights,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> group_sizes,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> valid_sizes,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> num_dropped,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> clean_topk_idx,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> recv_rows,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> row_map) {
+  Float8Operands float8{scale_format, std::nullopt};
+  if (dequantize == 0) float8.scales = *scales;
+  return run({site, context, ordinal, {buffer_id, fingerprint}},
+             {rank, x, topk_idx, topk_weights, *tokens, *weights, *group_sizes, *valid_sizes,
+              *num_dropped, *clean_topk_idx, *recv_rows, *row_map, expert_alignment, zero_tail != 0,
+              expanded != 0, float8});
 }
 
 template <class Context, class Result,
@@ -169,6 +215,16 @@ auto bind_dispatch() {
                                 .template Attr<int64_t>("zero_tail")
                                 .template Attr<int64_t>("expanded"));
 }
+template <class ContextBinding>
+auto bind_float8_dispatch() {
+  return bind_buffers<4, 9>(bind_call<ContextBinding>()
+                                .template Attr<int64_t>("expert_alignment")
+                                .template Attr<int64_t>("zero_tail")
+                                .template Attr<int64_t>("expanded")
+                                .template Attr<int64_t>("scale_format")
+                                .template Attr<int64_t>("dequantize"));
+}
+
 template <class ContextBinding>
 auto bind_combine() {
   return bind_buffers<6, 2>(bind_call<ContextBinding>()

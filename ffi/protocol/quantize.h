@@ -27,12 +27,18 @@ constexpr int kQuantizedUnit = 16;  // channels in 16 bytes of float8
 constexpr float kLargestE4m3 = 448.0f;
 constexpr float kSmallestAmax = 0x1p-100f;
 
+// How rows travel. Programs carry the number.
+enum class ScaleFormat : int { kUnquantized = 0, kFloat32 = 1, kPowerOfTwo = 2 };
+
 JAX_EP_HD constexpr int num_scales(int64_t hidden) {
   return static_cast<int>((hidden + kScaleGroup - 1) / kScaleGroup);
 }
 // Where the scales lie in a quantised row on its way: after the values, on 16 bytes.
 JAX_EP_HD constexpr int64_t wire_scales_offset(int64_t hidden) {
   return (hidden + kQuantizedUnit - 1) / kQuantizedUnit * kQuantizedUnit;
+}
+JAX_EP_HD constexpr int64_t quantized_row_bytes(int64_t hidden) {
+  return wire_scales_offset(hidden) + int64_t{sizeof(float)} * num_scales(hidden);
 }
 
 JAX_EP_HD inline uint32_t bits_of_float(float value) {
@@ -68,6 +74,7 @@ JAX_EP_HD inline GroupScale group_scale(float amax, bool power_of_two) {
   return {float_of_bits(bits), bits >= kInfinity ? 0.0f : float_of_bits(kOneTwice - bits)};
 }
 
+// Without branches, so that loops over a row vectorise.
 JAX_EP_HD inline uint8_t encode_e4m3(float value) {
   constexpr uint32_t kInfinity = 0x7F800000u;
   constexpr uint32_t kLargestCode = 0x7E;
@@ -75,27 +82,25 @@ JAX_EP_HD inline uint8_t encode_e4m3(float value) {
   constexpr uint32_t kRebias = (127 - 7) << 3;
   const uint32_t sign = bits_of_float(value) >> 24 & 0x80u;
   const uint32_t magnitude = bits_of_float(value) & 0x7FFFFFFFu;
-  if (magnitude > kInfinity) return 0x7F;
-  if (magnitude < kSmallestNormal) {
-    // The sum's last bit is worth 2^-9, one step of the subnormals.
-    constexpr float kMagic = 0x1p14f;
-    const float sum = float_of_bits(magnitude) + kMagic;
-    return static_cast<uint8_t>(sign | (bits_of_float(sum) - bits_of_float(kMagic)));
-  }
+  // The sum's last bit is worth 2^-9, one step of the subnormals.
+  constexpr float kMagic = 0x1p14f;
+  const uint32_t subnormal =
+      bits_of_float(float_of_bits(magnitude) + kMagic) - bits_of_float(kMagic);
   const uint32_t rounded = magnitude + 0x7FFFFu + (magnitude >> 20 & 1u);
-  const uint32_t code = (rounded >> 20) - kRebias;
-  return static_cast<uint8_t>(sign | (code < kLargestCode ? code : kLargestCode));
+  const uint32_t normal = (rounded >> 20) - kRebias;
+  uint32_t code = normal < kLargestCode ? normal : kLargestCode;
+  code = magnitude < kSmallestNormal ? subnormal : code;
+  return static_cast<uint8_t>(magnitude > kInfinity ? 0x7Fu : (sign | code));
 }
 
 JAX_EP_HD inline float decode_e4m3(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
   const uint32_t magnitude = code & 0x7Fu;
-  if (magnitude == 0x7F) return float_of_bits(sign | 0x7FC00000u);
-  if (magnitude < 8) {
-    const float value = static_cast<float>(magnitude) * 0x1p-9f;
-    return float_of_bits(sign | bits_of_float(value));
-  }
-  return float_of_bits(sign | ((magnitude + ((127 - 7) << 3)) << 20));
+  const uint32_t subnormal =
+      bits_of_float(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f);
+  const uint32_t normal = (magnitude + ((127 - 7) << 3)) << 20;
+  const uint32_t number = magnitude < 8 ? subnormal : normal;
+  return float_of_bits(sign | (magnitude == 0x7F ? 0x7FC00000u : number));
 }
 
 // One step of dequantisation, before the rounding to the row type.

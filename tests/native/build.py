@@ -15,8 +15,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FFI = ROOT / "ffi"
 COMPILE_TIMEOUT_S = 120
 # As in CMakeLists.txt, where they decide what a sum rounds to.
-CORE_FLAGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-fno-math-errno", "-ffp-contract=off")
-CORE_FLAGS += ("-DJAX_EP_TEST_HOOKS", "-pthread")
+CORE_FLAGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror", "-fno-math-errno")
+CORE_FLAGS += ("-fno-trapping-math", "-ffp-contract=off", "-DJAX_EP_TEST_HOOKS", "-pthread")
 
 
 @dataclasses.dataclass(frozen=True)

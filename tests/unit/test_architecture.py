@@ -26,6 +26,7 @@ PYTHON_LEVELS = {
     "_windows": 3,
     "layout": 3,
     "buffer": 4,
+    "_float8": 4,
     "_primitives": 5,
     "_reference": 5,
     "_order": 6,
