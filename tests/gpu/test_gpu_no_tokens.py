@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import gpu_world
+
 HERE = pathlib.Path(__file__).resolve().parent
 
 
@@ -28,4 +30,5 @@ def test_no_tokens():
     # latency's in both layouts, on two ranks and on one; a notice on one rank and on two.
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 11, done.stdout[-2000:]
+    fewest = 11 if len(gpu_world.gpus()) > 1 else 5
+    assert int(passed[1]) >= fewest, done.stdout[-2000:]
