@@ -13,7 +13,7 @@ from .systems import OPS
 
 NATIVE = ("native",)
 BOTH_NATIVE = ("native", "native_unexpanded")
-LOW_LATENCY = ("low_latency_compact", "low_latency_padded")
+LOW_LATENCY = ("low_latency_compact", "low_latency_padded", "low_latency_float8")
 # Ragged takes a hundred times as long as the others, so it comes apart from them, and later.
 XLA = ("padded_all_to_all", "all_gather")
 RAGGED = ("ragged_all_to_all",)
