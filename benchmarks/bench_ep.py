@@ -92,7 +92,7 @@ def _options() -> argparse.Namespace:
     add("--list", action="store_true", help="list the points of a run on GPUs")
     add("--full", action="store_true", help="every combination, on GPUs")
     add("--systems", nargs="+", help="names in ep_bench/systems.py")
-    add("--ops", nargs="+", choices=("dispatch", "combine", "roundtrip", "fwd_bwd"))
+    add("--ops", nargs="+", choices=("dispatch", "combine", "roundtrip", "fwd_bwd", "notify"))
     add("--num-sms", type=int, nargs="+", help="of jax_ep's kernels, with --shape")
     add("--dtype", help="type of the rows (default: bfloat16 on GPUs, float32 on CPUs)")
     add("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))

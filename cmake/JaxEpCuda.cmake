@@ -59,11 +59,14 @@ add_library(jax_ep_cuda STATIC
   ffi/cuda/ll_combine_grad.cu
   ffi/cuda/ll_dispatch.cu
   ffi/cuda/ll_window.cc
+  ffi/cuda/notify.cu
   ffi/cuda/scratch.cu
   ffi/protocol/error_text.cc
   ffi/transport/cuda_counters.cc
+  ffi/transport/cuda_ipc.cc
   ffi/transport/cuda_memory.cc
-  ffi/transport/cuda_window.cc)
+  ffi/transport/cuda_window.cc
+  ffi/transport/notice_board.cc)
 target_include_directories(jax_ep_cuda PUBLIC ffi)
 # The runtime is linked in: it opens the driver when it is first used, and shares each GPU's context
 # with the runtime that XLA brings.
@@ -79,6 +82,7 @@ nanobind_add_module(_ffi_cuda NB_STATIC STABLE_ABI
   ffi/handlers/cuda_handlers.cc
   ffi/handlers/cuda_low_latency.cc
   ffi/handlers/low_latency_operands.cc
+  ffi/handlers/notify_operands.cc
   ffi/handlers/operands.cc
   ffi/handlers/shapes.cc
   ffi/cuda_module.cc)

@@ -5,7 +5,8 @@
     python examples/train_moe_lm.py --checkpoint-dir runs/saved  # and later the same with --resume
 
 Experts and batch are sharded over one mesh axis; every token travels to its experts and back
-through `jax_ep.dispatch` and `jax_ep.combine`. On a machine with GPUs it uses those.
+through `jax_ep.dispatch` and `jax_ep.combine`. On a machine with GPUs it uses those. `multihost/`
+has scripts that start it in several processes.
 """
 
 import argparse
@@ -41,7 +42,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--checkpoint-dir", type=pathlib.Path, help="folder to save the run to as it goes")
     add("--resume", action="store_true", help="go on with the run saved in --checkpoint-dir")
+    add(
+        "--distributed",
+        nargs="*",
+        metavar="COORDINATOR NUM_PROCESSES PROCESS",
+        help="be one of several processes; without values, as Slurm or Open MPI say",
+    )
     arguments = parser.parse_args()
+    if arguments.distributed and len(arguments.distributed) != 3:
+        parser.error("--distributed takes COORDINATOR NUM_PROCESSES PROCESS, or nothing")
     if arguments.resume and arguments.checkpoint_dir is None:
         parser.error("--resume needs --checkpoint-dir")
     if arguments.steps < 1:
@@ -59,6 +68,16 @@ def request_virtual_devices(num_ranks: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={num_ranks}"
+
+
+def join_processes(place: list[str]) -> None:
+    """Connects this process with the others; ``place`` as the arguments of --distributed."""
+    import jax
+
+    if place:
+        jax.distributed.initialize(place[0], int(place[1]), int(place[2]))
+    else:
+        jax.distributed.initialize()
 
 
 def choose_ranks(requested: int | None, num_devices: int) -> int:
@@ -94,7 +113,10 @@ def open_checkpoints(arguments: argparse.Namespace, settings: Settings):
 def main() -> None:
     started = time.perf_counter()
     arguments = parse_arguments()
-    request_virtual_devices(arguments.ranks or DEFAULT_CPU_RANKS)
+    if arguments.distributed is None:
+        request_virtual_devices(arguments.ranks or DEFAULT_CPU_RANKS)
+    else:
+        join_processes(arguments.distributed)
 
     import jax
     from moe_lm import data, report, training
@@ -107,13 +129,14 @@ def main() -> None:
         training.open_buffer(settings, mesh, arguments.backend) as buffer,
     ):
         trainer = training.Trainer(settings, buffer)
-        print(
+        tell = print if jax.process_index() == 0 else lambda _: None
+        tell(
             f"{trainer.num_parameters:,} parameters, {settings.num_experts} experts on {mesh.size} "
             f"{jax.default_backend()} devices, backend {buffer.backend}\n"
             f"{corpus.num_files} files of the standard library: {corpus.train.size / 1e6:.1f} MB "
             f"to train on, {corpus.validation.size / 1e6:.1f} MB to validate on"
         )
-        with report.ProgressBar(settings.steps) as bar:
+        with report.ProgressBar(settings.steps, quiet=jax.process_index() != 0) as bar:
             history = training.run(
                 trainer,
                 corpus,
@@ -123,6 +146,8 @@ def main() -> None:
             )
         buffer.check()
 
+    if jax.process_index() != 0:
+        return
     entropy = data.unigram_entropy(corpus)
     title = f"{settings.num_experts} experts on {mesh.size} ranks, {buffer.backend} backend"
     report.draw_losses(history, entropy, title, arguments.out / "loss.png")

@@ -1,5 +1,8 @@
 // The Python module jax_ep._ffi_cpu: registrations for XLA, the life of native buffers, and the
 // window's layout. Imported by jax_ep/_native.py only.
+#include <nanobind/stl/optional.h>
+
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -56,27 +59,39 @@ std::shared_ptr<CpuBuffer> require_buffer(int64_t id) {
 int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_experts,
                       int num_experts_per_tok, int64_t hidden, int itemsize, int tokens_per_epoch,
                       int max_tokens_per_rank, double timeout_s, int64_t fingerprint,
-                      const std::string& payload) {
+                      const std::string& payload, std::optional<int64_t> id,
+                      std::vector<std::vector<int>> processes, int here,
+                      const std::string& segment_offer) {
   require_devices(device_ordinals);
   if (payload != "window" && payload != "reference") {
     throw nb::value_error(("payload is 'window' or 'reference', not '" + payload + "'").c_str());
   }
   const Payload carried = payload == "window" ? Payload::kWindow : Payload::kReference;
   nb::gil_scoped_release release;
-  return create_cpu_buffer({std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
+  return create_cpu_buffer(id.value_or(next_cpu_buffer_id()),
+                           {std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
                             itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s, fingerprint,
-                            carried})
+                            carried, std::move(processes), here, segment_offer})
       ->id();
 }
+
+void join_buffer(int64_t id) { require_buffer(id)->join(); }
 
 void close_buffer(int64_t id) {
   nb::gil_scoped_release release;
   close_cpu_buffer(id);
 }
 
+void drain_buffer(int64_t id) {
+  auto buffer = require_buffer(id);
+  nb::gil_scoped_release release;
+  buffer->drain();
+}
+
 void reset_buffer(int64_t id) {
   auto buffer = require_buffer(id);
   nb::gil_scoped_release release;
+  buffer->drain();
   buffer->reset();
 }
 
@@ -84,7 +99,7 @@ nb::dict stats(int64_t id) {
   auto buffer = require_buffer(id);
   uint64_t dispatch_epochs = 0;
   uint64_t combine_epochs = 0;
-  for (auto& group : buffer->groups()) {
+  for (Group* group : buffer->groups_here()) {
     dispatch_epochs += group->epochs(kDispatchChannel);
     combine_epochs += group->epochs(kCombineChannel);
   }
@@ -103,7 +118,8 @@ nb::object take_data_faults(int64_t id) {
   nb::dict first;
   int group_index = 0;
   for (auto& group : buffer->groups()) {
-    if (auto found = group->take_data_faults()) {
+    auto found = group != nullptr ? group->take_data_faults() : std::nullopt;
+    if (found) {
       const auto& [rank, fault] = *found;
       if (count == 0) {
         first = fault_dict(group_index, rank, fault.token, fault.k, fault.value,
@@ -128,7 +144,7 @@ nb::dict read_notice(int64_t id, int64_t ticket, double wait_s) {
 }
 
 std::string payload(int64_t id) {
-  const bool window = require_buffer(id)->groups().front()->payload() == Payload::kWindow;
+  const bool window = require_buffer(id)->options().payload == Payload::kWindow;
   return window ? "window" : "reference";
 }
 
@@ -195,7 +211,16 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("type_registrations", &type_registrations);
   m.def("create_buffer", &create_buffer, nb::kw_only(), "device_ordinals"_a, "num_experts"_a,
         "num_experts_per_tok"_a, "hidden"_a, "itemsize"_a, "tokens_per_epoch"_a,
-        "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a, "payload"_a = "reference");
+        "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a, "payload"_a = "reference",
+        "id"_a = nb::none(), "processes"_a = std::vector<std::vector<int>>{}, "here"_a = 0,
+        "segment_offer"_a = "");
+  m.def("next_buffer_id", &next_cpu_buffer_id);
+  m.def("segment_offer", [](int64_t id) { return require_buffer(id)->segment_offer(); }, "id"_a);
+  m.def("join_buffer", &join_buffer, "id"_a);
+  m.def(
+      "absent_processes", [](int64_t id) { return require_buffer(id)->absent_processes(); },
+      "id"_a);
+  m.def("drain_buffer", &drain_buffer, "id"_a);
   m.def("close_buffer", &close_buffer, "id"_a);
   m.def("reset_buffer", &reset_buffer, "id"_a);
   m.def("window_bytes", [](int64_t id) { return require_buffer(id)->window_bytes(); }, "id"_a);

@@ -106,8 +106,10 @@ nanobind::list error_list(Buffer& buffer) {
   nanobind::list records;
   int group_index = 0;
   for (const auto& group : buffer.groups()) {
-    for (const auto& [record, message] : group->error_records()) {
-      records.append(to_dict(record, group_index, message));
+    if (group != nullptr) {  // this process has ranks of it
+      for (const auto& [record, message] : group->error_records()) {
+        records.append(to_dict(record, group_index, message));
+      }
     }
     ++group_index;
   }

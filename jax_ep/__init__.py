@@ -4,6 +4,7 @@ import warnings
 
 import jax
 
+from ._route import route
 from .buffer import Buffer
 from .config import EpConfig
 from .errors import EpDataError, EpError, EpMismatchError, EpTimeoutError, EpUsageError
@@ -19,7 +20,7 @@ from .low_latency import (
 )
 from .low_latency_routed import LowLatencyRouted, LowLatencyStats, PendingCombine, PendingDispatch
 from .notify import Notice, notify_dispatch
-from .ops import combine, dispatch, route
+from .ops import combine, dispatch
 from .routed import Handle, Routed
 from .routing import Routing
 

@@ -1,11 +1,8 @@
 """Checks of the low-latency operations' arguments, made while JAX traces."""
 
 import dataclasses
-import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from . import _float8
@@ -14,8 +11,6 @@ from .errors import EpUsageError
 from .low_latency_routed import (
     LowLatencyRouted,
     LowLatencyStats,
-    PendingCombine,
-    PendingDispatch,
 )
 from .ops import (
     MAX_CAPACITY,
@@ -25,30 +20,9 @@ from .ops import (
     _check_place,
     _layout,
 )
-from .routed import Routed, RouteLayout
+from .routed import RouteLayout
 
 MODE = "low_latency"
-
-
-def order_token(op: str, after: Any) -> jax.Array:
-    """A float32 scalar that depends on ``after``. Its value means nothing."""
-    if after is None:
-        return jnp.zeros((), jnp.float32)
-    if isinstance(after, (LowLatencyRouted, PendingDispatch, PendingCombine)):
-        return after.token
-    if isinstance(after, Routed):
-        after = after.weights
-    if not hasattr(after, "shape") or not hasattr(after, "dtype"):
-        raise EpUsageError(
-            f"{op}: after={after!r} is a {type(after).__name__}; pass a Routed, a "
-            "LowLatencyRouted, a pending start or an array"
-        )
-    if math.prod(after.shape) == 0:
-        raise EpUsageError(
-            f"{op}: after has shape {tuple(after.shape)} and so no element to wait for; pass an "
-            "array with elements"
-        )
-    return jnp.ravel(after)[0].astype(jnp.float32)
 
 
 def check_dispatch(

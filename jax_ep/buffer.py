@@ -11,15 +11,11 @@ from types import ModuleType
 from typing import Any, Self
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from . import _native
+from . import _bootstrap, _native, _windows
 from .config import EpConfig, experts_per_rank
-from .errors import EpDataError, EpError, EpMismatchError, EpTimeoutError, EpUsageError
-
-DEFAULT_TIMEOUT_S = {"cpu": 20.0}
-DEFAULT_TIMEOUT_OTHER_S = 300.0
+from .errors import EpDataError, EpMismatchError, EpTimeoutError, EpUsageError
 
 # Reference buffers own no window; negative ids cannot meet those that the native registry gives.
 _reference_ids = itertools.count(-1, -1)
@@ -39,8 +35,10 @@ class Buffer:
     owns no memory on a device, need not care.
 
     Args:
-        mesh: the ``jax.sharding.Mesh`` that ``jax.shard_map`` uses, all its devices in this
-            process.
+        mesh: the ``jax.sharding.Mesh`` that ``jax.shard_map`` uses. Its devices may be those of
+            several processes: each of these makes the buffer, with the same arguments and in the
+            same order as its other buffers. For the native backend they are CPU devices of
+            processes of one host.
         axis_name: the mesh axis, or tuple of axes, along which the experts are split. A rank is an
             index along it, in row-major order of the tuple as ``jax.lax.axis_index`` counts. Every
             combination of positions on the mesh's other axes is a group of its own.
@@ -48,17 +46,29 @@ class Buffer:
         backend: "native" (custom calls through the window; CPU devices, and GPUs where the package
             was built with CUDA), "reference" (``jax.lax`` collectives, any platform), or "auto":
             native where it is offered, else reference.
+        exchange: how the processes tell each other what a buffer needs to be made and reset: called
+            by all of them together with bytes, gives the bytes of all processes of the mesh, in
+            the order of their indices. None: over JAX's distributed runtime, where a process that
+            does not come within 300 s is an error that names it.
 
     Raises:
         EpUsageError: the axes are not in the mesh, the experts do not divide among the ranks, the
-            devices are of several platforms or processes, the backend is not offered for them,
+            devices are of several platforms, or of processes that the backend cannot serve
+            together or that brought other arguments, the backend is not offered for them,
             two GPUs of a group cannot access each other's memory, or ``config.num_sms`` leaves
             too little of a GPU to others.
-        EpError: a GPU has too little memory for the window, or CUDA failed.
+        EpError: a GPU has too little memory for the window, or CUDA failed; another process did not
+            come, or failed.
     """
 
     def __init__(
-        self, mesh: Mesh, axis_name: str | Sequence[str], config: EpConfig, *, backend: str = "auto"
+        self,
+        mesh: Mesh,
+        axis_name: str | Sequence[str],
+        config: EpConfig,
+        *,
+        backend: str = "auto",
+        exchange: _bootstrap.Exchange | None = None,
     ):
         if not isinstance(config, EpConfig):
             raise EpUsageError(f"config={config!r} is not an EpConfig; pass jax_ep.EpConfig(...)")
@@ -69,24 +79,27 @@ class Buffer:
             )
         self._mesh = mesh
         self._config = config
-        self._axis_names = _checked_axes(mesh, axis_name)
-        self._num_ranks = math.prod(mesh.shape[axis] for axis in self._axis_names)
-        self._experts_per_rank = experts_per_rank(config, self._num_ranks)
         platform = _one_platform(mesh)
-        self._backend = _resolve_backend(backend, platform, config.mode)
-        self._fingerprint = _fingerprint(config, mesh, self._axis_names, self._backend)
-        self._native = _native.load(platform) if self._backend == "native" else None
+        self._peers = _bootstrap.Peers.of(mesh, exchange)
+        with self._peers.failures_told():
+            self._axis_names = _checked_axes(mesh, axis_name)
+            self._num_ranks = math.prod(mesh.shape[axis] for axis in self._axis_names)
+            self._experts_per_rank = experts_per_rank(config, self._num_ranks)
+            self._backend = _resolve_backend(backend, platform, config.mode)
+            self._fingerprint = _fingerprint(config, mesh, self._axis_names, self._backend)
+            self._native = _native.load(platform) if self._backend == "native" else None
+        _windows.compare(self._peers, mesh, self._axis_names, config, self._backend)
         if self._native is None:
             self._id = next(_reference_ids)
             self._window_bytes = 0
             self._finalizer = weakref.finalize(self, _nothing_to_close)
         else:
-            self._id = _create_native(
+            self._id = _windows.create(
                 self._native,
                 platform,
                 config,
-                device_ordinals=_device_ordinals(mesh, self._axis_names),
-                fingerprint=self._fingerprint,
+                _windows.Members(mesh, self._axis_names, self._peers),
+                self._fingerprint,
             )
             # A finalizer runs once: at close(), at garbage collection or at exit.
             self._finalizer = weakref.finalize(self, self._native.close_buffer, self._id)
@@ -128,8 +141,14 @@ class Buffer:
         return self._native
 
     @property
+    def peers(self) -> _bootstrap.Peers:
+        """The processes that share the buffer."""
+        return self._peers
+
+    @property
     def id(self) -> int:
-        """Number of this buffer in this process, never given twice; negative on the reference."""
+        """Number of this buffer, the same in all its processes, never given twice in any of them;
+        negative on the reference."""
         return self._id
 
     @property
@@ -170,8 +189,8 @@ class Buffer:
 
         Operations run asynchronously: call ``jax.block_until_ready`` on their results first.
         Timeouts and mismatches stay recorded until ``reset()``; data faults are cleared by the call
-        that raises them. The reference backend treats faulty entries the same way but records
-        nothing.
+        that raises them. Of ranks in other processes it tells timeouts and mismatches, not data
+        faults. The reference backend treats faulty entries the same way but records nothing.
 
         Raises:
             EpTimeoutError: a rank waited for a peer past the deadline.
@@ -191,14 +210,15 @@ class Buffer:
 
     def reset(self) -> None:
         """Makes the buffer usable again after a timeout or a mismatch. No operation of it may be
-        running.
+        running. All processes that share it call this together.
 
         Raises:
             EpUsageError: the buffer is closed.
+            EpError: a process that shares it has ended, has closed it, or does not come.
         """
         self.require_open("reset")
         if self._native is not None:
-            self._native.reset_buffer(self._id)
+            _windows.reset(self._native, self._id, self._peers)
 
     def offers(self, target: str) -> bool:
         """Whether the backend in use can do what the native target does."""
@@ -270,13 +290,6 @@ def _one_platform(mesh: Mesh) -> str:
         raise EpUsageError(
             f"mesh has devices of {platforms}; build it from devices of one platform"
         )
-    here = devices[0].client.process_index()
-    far = [device for device in devices if device.process_index != here]
-    if far:
-        raise EpUsageError(
-            f"mesh has {len(far)} devices of other processes (the first is {far[0]}); this version "
-            "serves one process, so build the mesh from jax.local_devices()"
-        )
     return _native.platform_of(devices[0])
 
 
@@ -301,42 +314,6 @@ def _resolve_backend(backend: str, platform: str, mode: str) -> str:
             stacklevel=3,
         )
     return "reference"
-
-
-def default_timeout_s(config: EpConfig, platform: str) -> float:
-    """Seconds that a wait may last: the config's, or the platform's default."""
-    return config.timeout_s or DEFAULT_TIMEOUT_S.get(platform, DEFAULT_TIMEOUT_OTHER_S)
-
-
-def _create_native(native: ModuleType, platform: str, config: EpConfig, **group: Any) -> int:
-    """Makes the native buffer of a group; its errors come with the classes of ours."""
-    settings = {
-        "num_experts": config.num_experts,
-        "num_experts_per_tok": config.num_experts_per_tok,
-        "hidden": config.hidden,
-        "itemsize": config.dtype.itemsize,
-        "tokens_per_epoch": config.tokens_per_epoch,
-        "max_tokens_per_rank": config.max_tokens_per_rank,
-        "timeout_s": default_timeout_s(config, platform),
-    }
-    if platform == "cuda":
-        settings["num_sms"] = config.num_sms or 0
-        settings["low_latency"] = config.mode == "low_latency"
-    try:
-        return native.create_buffer(**settings, **group)
-    except ValueError as error:
-        raise EpUsageError(str(error)) from error
-    except RuntimeError as error:
-        raise EpError(f"no buffer could be made: {error}") from error
-
-
-def _device_ordinals(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
-    """Ordinals on this host as [group][rank], groups in row-major order of the other axes."""
-    others = tuple(axis for axis in mesh.axis_names if axis not in axes)
-    order = [mesh.axis_names.index(axis) for axis in others + axes]
-    num_ranks = math.prod(mesh.shape[axis] for axis in axes)
-    devices = np.transpose(mesh.devices, order).reshape(-1, num_ranks)
-    return [[device.local_hardware_id for device in group] for group in devices]
 
 
 def _fingerprint(config: EpConfig, mesh: Mesh, axes: tuple[str, ...], backend: str) -> int:

@@ -13,8 +13,8 @@ from ._low_latency_checks import (
     check_dispatch,
     check_pending,
     check_stats,
-    order_token,
 )
+from ._order import behind, order_token
 from ._primitives import cast_varying
 from .buffer import Buffer
 from .errors import EpUsageError
@@ -59,8 +59,8 @@ def low_latency_dispatch(
         quantize, scale_format, dequantize: as in ``dispatch``.
         stats: totals to add this operation to; they come back as ``LowLatencyRouted.stats``.
         after: what this operation must come after, where nothing else says so: a Routed, a
-            LowLatencyRouted, a pending start or any array. Gradients are ordered in reverse. (On
-            the reference backend XLA orders its own collectives.)
+            Routing, a LowLatencyRouted, a pending start or any array with elements. Gradients are
+            ordered in reverse. (On the reference backend XLA orders its own collectives.)
 
     Returns:
         A LowLatencyRouted. Rows past the counts are left unwritten: mask them before a sum over
@@ -283,7 +283,7 @@ def order_after(
 
     It puts a computation that shares no data with a start behind it, so that it runs while the rows
     are on their way: ``shared(order_after(x, pending))``, and ``after=`` at the done. Costs one
-    multiplication by 1, exact for every value. Differentiable in ``array``. On the reference
+    elementwise operation that keeps every bit. Differentiable in ``array``. On the reference
     backend, whose starts do everything at once, it changes nothing.
 
     Args:
@@ -301,8 +301,7 @@ def order_after(
     array = jnp.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise EpUsageError(f"order_after: array has dtype {array.dtype}; pass a floating array")
-    # The token is 0, which only the native code that wrote it knows.
-    return array * (1 + jax.lax.stop_gradient(after.token)).astype(array.dtype)
+    return behind(array, jax.lax.stop_gradient(after.token))
 
 
 def _fused_dispatch(buffer: Buffer, facts: RouteLayout, padded: bool, arrays) -> LowLatencyRouted:

@@ -10,11 +10,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _native
+from ._order import source
 from ._primitives import NO_TICKET
-from .buffer import Buffer, default_timeout_s
+from ._route import check_topk_idx, require_routings, routing_group, routing_of
+from ._windows import Members, default_timeout_s
+from .buffer import Buffer
 from .config import positive_int
 from .errors import EpError, EpTimeoutError, EpUsageError
-from .ops import MAX_CAPACITY, check_topk_idx, require_routings, routing_group, routing_of
+from .ops import MAX_CAPACITY
 from .routing import Routing, RoutingGroup
 
 # One look at the counters; between two of them Python takes signals, and errors of the operation
@@ -23,7 +26,7 @@ _LOOK_S = 0.05
 
 
 def notify_dispatch(
-    buffer: Buffer, topk_idx: jax.Array, *, timeout_s: float | None = None
+    buffer: Buffer, topk_idx: jax.Array, *, timeout_s: float | None = None, after: Any = None
 ) -> "Notice":
     """Starts the exchange of a dispatch's counts; call it outside ``jax.jit``, on global arrays.
 
@@ -40,6 +43,9 @@ def notify_dispatch(
             split along the first axis as ``PartitionSpec(buffer.mesh.axis_names)`` says.
         timeout_s: how long one of the Notice's methods may wait for counts; by default the config's
             ``timeout_s``, or 20 on CPU and 300 elsewhere.
+        after: what the exchange must come after, where several processes share the buffer and
+            ``topk_idx`` does not depend on it: what ``dispatch`` takes as ``after``, of an earlier
+            program over ``buffer.mesh``.
 
     Returns:
         A Notice.
@@ -65,8 +71,12 @@ def notify_dispatch(
     module = buffer.native_module
     ticket = module.next_ticket(buffer.id) if module is not None else NO_TICKET
     everywhere = NamedSharding(buffer.mesh, PartitionSpec(buffer.mesh.axis_names))
-    program = _program(buffer.mesh, routing_group(buffer), buffer.backend)
-    routing = program(jax.device_put(topk_idx, everywhere), np.uint32(ticket))
+    operands = [jax.device_put(topk_idx, everywhere), np.uint32(ticket)]
+    spec = None
+    if after is not None:
+        operands.append(_earlier_array(buffer, after))
+        spec = operands[-1].sharding.spec
+    routing = _program(buffer.mesh, routing_group(buffer), buffer.backend, spec)(*operands)
     return Notice(buffer, routing, ticket, wait_s)
 
 
@@ -78,6 +88,10 @@ class Notice:
     read once is kept. A Notice that is never read costs nothing, but only the last
     16 of a buffer can be read for the first time. Arrays are in the order of the mesh's devices, N
     of them, as the first axis of global arrays is.
+
+    Of several processes each reads the counters of its own ranks, which know all of their group.
+    Only where a process has no rank of some group do processes tell each other what they read: all
+    of them must then read the same Notices first in the same order.
 
     Attributes:
         routing: the Routing, global arrays to be passed into ``jax.shard_map`` for ``dispatch(...,
@@ -153,15 +167,51 @@ class Notice:
         group."""
         if self._counts is None:
             polled = self._ticket != NO_TICKET
-            self._counts = self._wait_for_counters() if polled else self._counts_of_routing()
+            read = self._wait_for_counters if polled else self._counts_of_routing
+            peers, processes = self._buffer.peers, self._processes()
+            if all(set(group) == set(peers.processes) for group in processes):
+                rows = read()
+            else:
+                with peers.failures_told():
+                    rows = read()
+                parts = peers.gather(f"read notice {self._ticket}", rows.tobytes())
+                rows = np.max([np.frombuffer(part, np.int64) for part in parts], axis=0)
+            self._counts = rows.reshape(self._buffer.mesh.size, -1)[self._place_of_device()]
         return self._counts
 
+    def _processes(self) -> np.ndarray:
+        """The processes of ``[group][rank]``."""
+        buffer = self._buffer
+        return np.array(Members(buffer.mesh, buffer.axis_names, buffer.peers).processes())
+
+    def _rows_of_groups(self, per_expert: dict[int, np.ndarray]) -> np.ndarray:
+        """As ``_rows``, ranks in [group][rank] order, from rows for each expert of some groups.
+        -1 in other groups."""
+        num_ranks = self._buffer.num_ranks
+        rows = np.full((self._buffer.mesh.size, 1 + self._buffer.config.num_experts), -1, np.int64)
+        for group, counts in per_expert.items():
+            block = rows[group * num_ranks : (group + 1) * num_ranks]
+            block[:, 0] = counts.reshape(num_ranks, -1).sum(axis=1)
+            block[:, 1:] = counts
+        return rows
+
     def _counts_of_routing(self) -> np.ndarray:
-        counts = np.asarray(self.routing.counts, np.int64)
-        per_expert = counts.reshape(-1, self._buffer.num_ranks, counts.shape[1]).sum(axis=1)
-        by_owner = per_expert.reshape(len(per_expert), self._buffer.num_ranks, -1).sum(axis=2)
-        own = np.take_along_axis(by_owner, self._rank_of_device()[:, None], axis=1)
-        return np.concatenate([own, per_expert], axis=1)
+        places = dict(zip(self._buffer.mesh.devices.flat, self._place_of_device(), strict=True))
+        per_expert = {
+            places[shard.device] // self._buffer.num_ranks: np.asarray(shard.data, np.int64).sum(0)
+            for shard in self.routing.counts.addressable_shards
+        }
+        return self._rows_of_groups(per_expert)
+
+    def _rows_of_counters(self, values: np.ndarray) -> np.ndarray:
+        """values: of ``[group][rank]``, all counters; of other processes' ranks: anything."""
+        by_place = values.reshape(self._buffer.mesh.size, -1)
+        here = self._processes().reshape(-1) == self._buffer.peers.here
+        places = np.flatnonzero(here)
+        per_expert = {at // self._buffer.num_ranks: by_place[at, 1:] for at in places}
+        rows = self._rows_of_groups(per_expert)
+        rows[places, 0] = by_place[places, 0]
+        return rows
 
     def _wait_for_counters(self) -> np.ndarray:
         deadline = time.monotonic() + self._timeout_s
@@ -173,8 +223,7 @@ class Notice:
             found = module.read_notice(self._buffer.id, self._ticket, look)
             if found["state"] == "ready":
                 values = np.frombuffer(found["values"], np.uint32).astype(np.int64)
-                by_group = values.reshape(-1, 1 + self._buffer.config.num_experts)
-                return by_group[self._place_of_device()]
+                return self._rows_of_counters(values)
             if found["state"] == "reused":
                 raise EpUsageError(self._reused_text(found, module.num_notice_slots))
             self._raise_failure(found)
@@ -240,18 +289,28 @@ class Notice:
         return self._place_of_device() % self._buffer.num_ranks
 
 
+def _earlier_array(buffer: Buffer, after: Any) -> jax.Array:
+    """The array of ``after``, which must lie on the buffer's mesh."""
+    array = source("notify_dispatch", after)
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != buffer.mesh:
+        raise EpUsageError(
+            f"notify_dispatch: after lies where {sharding} says; pass a result of a program over "
+            "buffer.mesh, or leave it out and call jax.block_until_ready on it in every process"
+        )
+    return array
+
+
 @functools.lru_cache(maxsize=64)
-def _program(mesh: Mesh, group: RoutingGroup, backend: str):
+def _program(mesh: Mesh, group: RoutingGroup, backend: str, after_spec: PartitionSpec | None):
     """The jitted operation; holds no Buffer, so that none is kept alive."""
 
-    def notify(topk_idx: jax.Array, ticket: jax.Array) -> Routing:
-        return routing_of(backend, group, topk_idx, ticket)
+    def notify(topk_idx: jax.Array, ticket: jax.Array, after: jax.Array | None = None) -> Routing:
+        return routing_of(backend, group, topk_idx, ticket, after)
 
     everywhere = PartitionSpec(mesh.axis_names)
-    shard = jax.shard_map(
-        notify, mesh=mesh, in_specs=(everywhere, PartitionSpec()), out_specs=everywhere
-    )
-    return jax.jit(shard)
+    in_specs = [everywhere, PartitionSpec()] + ([] if after_spec is None else [after_spec])
+    return jax.jit(jax.shard_map(notify, mesh=mesh, in_specs=tuple(in_specs), out_specs=everywhere))
 
 
 def _checked_timeout(buffer: Buffer, timeout_s: Any) -> float:

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _float8, _reference, _vjp
-from ._primitives import NO_TICKET, cast_varying
+from ._order import hold
+from ._primitives import cast_varying
 from .buffer import Buffer
 from .config import boolean, positive_int
 from .errors import EpUsageError
 from .routed import Handle, Routed, RouteLayout
-from .routing import Routing, RoutingGroup
+from .routing import Routing
 
 MAX_CAPACITY = 2**31 - 1  # rows are numbered in int32
 
@@ -32,6 +33,7 @@ def dispatch(
     quantize: str | None = None,
     scale_format: str = "float32",
     dequantize: bool = False,
+    after: Any = None,
 ) -> Routed:
     """Sends every token to the ranks that hold its experts; call it inside ``jax.shard_map``.
 
@@ -68,6 +70,9 @@ def dispatch(
         dequantize: whether ``Routed.tokens`` are rows again, in the config's dtype, about 1/16 off
             (docs/sharp-bits.md has the bound), the gradient going straight through. False gives
             float8 values and ``Routed.scales``, and cannot be differentiated in x.
+        after: what this operation must come after, where nothing else says so: a Routed, a Routing,
+            or an array that an earlier operation has made. Gradients then run in the reverse order.
+            Operations that share no data need it where several processes share the buffer.
 
     Returns:
         A Routed.
@@ -92,8 +97,8 @@ def dispatch(
     else:
         operands = (x, topk_idx, routing.row_index, routing.counts, topk_weights)
         send = backend.dispatch_routed
-    operands = cast_varying(buffer.axis_names, *map(jnp.asarray, operands))
-    results = send(layout, *operands)
+    *operands, topk_weights = cast_varying(buffer.axis_names, *map(jnp.asarray, operands))
+    results = send(layout, *operands, hold("dispatch", buffer.axis_names, topk_weights, after))
     tokens, weights, group_sizes, valid_sizes, num_dropped, topk_idx, recv_rows, row_map = results
     tokens, scales = tokens if isinstance(tokens, tuple) else (tokens, None)
     return Routed(
@@ -108,83 +113,7 @@ def dispatch(
     )
 
 
-def route(buffer: Buffer, topk_idx: jax.Array) -> Routing:
-    """Exchanges the counts of a dispatch ahead of it; call it inside ``jax.shard_map``.
-
-    ``dispatch(..., routing=routing)`` then exchanges none, any number of times. All ranks of the
-    group must make the call, with the same shapes. Pure. ``notify_dispatch`` is the same outside
-    ``jax.jit``, for a host that wants to know the counts.
-
-    Args:
-        buffer: an open Buffer made for the mesh that ``jax.shard_map`` runs over.
-        topk_idx: int32 ``[T, K]`` as for ``dispatch``; faults are recorded here and no more in
-            dispatches that use the routing.
-
-    Returns:
-        A Routing.
-
-    Raises:
-        EpUsageError: an argument does not fit, the buffer is closed or its backend offers no
-            routings, or the call is not inside ``jax.shard_map`` over the buffer's mesh with all
-            its axes larger than 1 manual.
-    """
-    _check_place("route", buffer)
-    require_routings("route", buffer)
-    check_topk_idx(buffer, topk_idx, 1)
-    ticket = jnp.full((), NO_TICKET, jnp.uint32)
-    return routing_of(buffer.backend, routing_group(buffer), jnp.asarray(topk_idx), ticket)
-
-
-def routing_of(
-    backend_name: str, group: RoutingGroup, topk_idx: jax.Array, ticket: jax.Array
-) -> Routing:
-    """Route without a Buffer, for programs that must not keep one alive."""
-    topk_idx, ticket = cast_varying(group.axis_names, topk_idx, ticket)
-    backend = _reference if backend_name == "reference" else _vjp
-    topk_idx, row_index, counts = backend.route(group, topk_idx, ticket)
-    return Routing(topk_idx=topk_idx, row_index=row_index, counts=counts, group=group)
-
-
-def routing_group(buffer: Buffer) -> RoutingGroup:
-    """The buffer's identity in its routings."""
-    return RoutingGroup(
-        buffer_id=buffer.id,
-        fingerprint=buffer.fingerprint,
-        axis_names=buffer.axis_names,
-        num_ranks=buffer.num_ranks,
-        experts_per_rank=buffer.experts_per_rank,
-    )
-
-
-def require_routings(op: str, buffer: Buffer) -> None:
-    """Raises EpUsageError if the buffer's mode has no routings, or its native module no targets."""
-    if buffer.config.mode != "high_throughput":
-        raise EpUsageError(
-            f"{op} was given buffer {buffer.id} of mode={buffer.config.mode!r}, which exchanges no "
-            "counts ahead; make another Buffer with EpConfig(mode='high_throughput')"
-        )
-    module = buffer.native_module
-    if module is not None and not hasattr(module, "read_notice"):
-        raise EpUsageError(
-            f"{op} is not offered by {module.__name__} in this version; make the Buffer with "
-            "backend='reference', or call dispatch with topk_idx"
-        )
-
-
-def check_topk_idx(buffer: Buffer, topk_idx: Any, num_parts: int) -> None:
-    """Requires int32 ``[num_parts * T, K]``, T within the config's limit."""
-    config = buffer.config
-    shape, _ = _shape_and_dtype("topk_idx", topk_idx)
-    rows = shape[0] if shape else 0
-    meaning = "[T, K] with the config's num_experts_per_tok"
-    if num_parts > 1:
-        meaning += f", T of each of {num_parts} devices along the first axis"
-    whole_parts = (-(-rows // num_parts) * num_parts, config.num_experts_per_tok)
-    _check_array("topk_idx", topk_idx, np.dtype(np.int32), whole_parts, meaning)
-    _check_num_tokens("topk_idx", rows // num_parts, config.max_tokens_per_rank)
-
-
-def combine(buffer: Buffer, y: jax.Array, routed: Routed) -> jax.Array:
+def combine(buffer: Buffer, y: jax.Array, routed: Routed, *, after: Any = None) -> jax.Array:
     """Brings the experts' outputs back and sums them: ``out[t] = sum over k of weight_k * y_k``.
 
     The weights are ``routed.weights``. Sums are made in float32 in a fixed order and rounded once
@@ -197,6 +126,7 @@ def combine(buffer: Buffer, y: jax.Array, routed: Routed) -> jax.Array:
             are those of ``routed.tokens``, or with ``expand=False`` of ``routed.row_map``. Rows
             that hold no token are not read.
         routed: dispatch's result.
+        after: as in ``dispatch``.
 
     Returns:
         ``[T, H]`` in the config's dtype, this rank's tokens.
@@ -217,6 +147,7 @@ def combine(buffer: Buffer, y: jax.Array, routed: Routed) -> jax.Array:
         handle.topk_idx,
         handle.recv_rows,
     )
+    weights = hold("combine", buffer.axis_names, weights, after)
     backend = _reference if buffer.backend == "reference" else _vjp
     return backend.combine(handle.layout, y, weights, topk_idx, recv_rows)
 

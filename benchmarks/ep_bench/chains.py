@@ -101,6 +101,13 @@ def _fwd_bwd(ops: Operations, inputs, never, length):
     return x
 
 
+def _notify(ops: Operations, inputs, never, length):
+    x, topk_idx, _ = inputs
+    for _ in range(length):
+        topk_idx = opaque(ops.notify(topk_idx), never)
+    return opaque((x, topk_idx), never)[0]
+
+
 def _glue(ops: Operations, inputs, never, length):
     """What chaining alone costs: dispatch's chain, an array of its results' shapes in its place."""
     number = _first(inputs[0]).reshape(())
@@ -134,6 +141,7 @@ PARTS = {
     "combine": ("combine",),
     "roundtrip": ("dispatch", "combine"),
     "fwd_bwd": ("dispatch", "combine", "backward"),
+    "notify": ("notify",),
     "glue": (),
 }
 
@@ -143,6 +151,7 @@ CHAINS = {
         "combine": Chain(_combine, PARTS["combine"]),
         "roundtrip": Chain(_roundtrip, PARTS["roundtrip"]),
         "fwd_bwd": Chain(_fwd_bwd, PARTS["fwd_bwd"]),
+        "notify": Chain(_notify, PARTS["notify"]),
         "glue": Chain(_glue, PARTS["glue"]),
     },
     "data": {
@@ -150,6 +159,7 @@ CHAINS = {
         "combine": Chain(linked.combine, PARTS["combine"]),
         "roundtrip": Chain(linked.roundtrip, PARTS["roundtrip"]),
         "fwd_bwd": Chain(linked.fwd_bwd, PARTS["fwd_bwd"]),
+        "notify": Chain(linked.notify, PARTS["notify"]),
         "glue": Chain(linked.glue, PARTS["glue"]),
     },
 }

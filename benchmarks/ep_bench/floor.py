@@ -31,6 +31,7 @@ PHASES = {
     "combine": ("combine",),
     "roundtrip": ("dispatch", "combine"),
     "fwd_bwd": ("dispatch", "combine", "combine_grad", "combine"),
+    "notify": (),  # moves no rows
 }
 
 

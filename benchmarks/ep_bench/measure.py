@@ -155,7 +155,7 @@ class _Run:
         if self._settings.rates is None:
             return
         for op in point.ops:
-            if (op, load.sizes) not in self._floors:
+            if floor.PHASES[op] and (op, load.sizes) not in self._floors:
                 self._floors.add((op, load.sizes))
                 yield _floor_record(op, load, self._settings.rates)
 
@@ -285,7 +285,7 @@ def _record(
         phases = len(floor.PHASES[op])
         wire_bytes = phases * system.wire_rows(sizes) * sizes.H * itemsize
         wire_gbps = round(wire_bytes / slope.us / 1e3, 1) if slope.us > 0 else None
-    if settings.rates is not None and slope.us > 0:
+    if settings.rates is not None and slope.us > 0 and floor.PHASES[op]:
         least = floor.floor_us(op, sizes, itemsize, settings.rates, system.expanded)
         fraction = round(least / slope.us, 3)
     return {

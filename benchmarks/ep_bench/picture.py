@@ -16,6 +16,7 @@ _TITLES = {
 _COLORS = {
     "native": "#0b5fa5",
     "native_unexpanded": "#5aa9e6",
+    "native_notified": "#1b2a6b",
     "low_latency_compact": "#008080",
     "low_latency_padded": "#40b5ad",
     "low_latency_float8": "#9bd6d0",

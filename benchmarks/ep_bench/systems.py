@@ -18,6 +18,8 @@ from . import argsort, exchange, gathered, low_latency, padded, ragged
 from .workload import AXIS, Sizes, Workload
 
 OPS = ("dispatch", "combine", "roundtrip", "fwd_bwd")
+# And what some systems have besides.
+ALL_OPS = (*OPS, "notify")
 
 # On GPUs. jax_ep's own default there, 300 s, would be most of a benchmark's time.
 TIMEOUT_S = 20.0
@@ -39,12 +41,15 @@ class Operations:
         topk_idx: of systems that are custom calls and nothing else, into which XLA cannot look:
             ``sent -> [T, K]``, a result of dispatch that equals topk_idx. ``linked`` chains them
             by it.
+        notify: of systems that exchange the counts of a dispatch ahead of it: ``topk_idx ->
+            [T, K]``, a result of the exchange that equals topk_idx.
     """
 
     dispatch: Callable[..., Any]
     combine: Callable[..., jax.Array]
     rows: Callable[[Any], jax.Array] = _tokens
     topk_idx: Callable[[Any], jax.Array] | None = None
+    notify: Callable[[jax.Array], jax.Array] | None = None
 
     @property
     def opaque(self) -> bool:
@@ -60,7 +65,8 @@ class System:
         name: as in the results' "system".
         open: context manager of the Operations, for a workload, a mesh and num_sms (or None).
         calls: how many of which calls, as ``hlo.count_calls`` names them, one "dispatch", one
-            "combine" and one "backward" (of both together) make. None if that is not known.
+            "combine", one "backward" (of both together) and one "notify" make. None if that is not
+            known.
         copies_rows: whether XLA may copy arrays of rows between its steps.
         opaque: as in Operations.
         ops: which operations are its own.
@@ -85,12 +91,9 @@ class System:
         return sum((collections.Counter(self.calls[part]) for part in parts), collections.Counter())
 
 
-@contextlib.contextmanager
-def _jax_ep(
-    backend: str, workload: Workload, mesh: Mesh, num_sms: int | None, **options: Any
-) -> Iterator[Operations]:
+def _config(workload: Workload, mesh: Mesh, num_sms: int | None) -> jax_ep.EpConfig:
     sizes = workload.sizes
-    config = jax_ep.EpConfig(
+    return jax_ep.EpConfig(
         num_experts=sizes.E,
         num_experts_per_tok=sizes.K,
         hidden=sizes.H,
@@ -99,6 +102,14 @@ def _jax_ep(
         num_sms=num_sms,
         timeout_s=None if mesh.devices.flat[0].platform == "cpu" else TIMEOUT_S,
     )
+
+
+@contextlib.contextmanager
+def _jax_ep(
+    backend: str, workload: Workload, mesh: Mesh, num_sms: int | None, **options: Any
+) -> Iterator[Operations]:
+    sizes = workload.sizes
+    config = _config(workload, mesh, num_sms)
     expanded = options.get("expand", True)
     with jax_ep.Buffer(mesh, AXIS, config, backend=backend) as buffer:
         yield Operations(
@@ -108,6 +119,37 @@ def _jax_ep(
             combine=functools.partial(jax_ep.combine, buffer),
             rows=_tokens if expanded else _mapped_tokens,
             topk_idx=_sanitised_idx if backend == "native" else None,
+        )
+        buffer.check()
+
+
+@contextlib.contextmanager
+def _notified(workload: Workload, mesh: Mesh, num_sms: int | None) -> Iterator[Operations]:
+    """Dispatch as two operations: counts first, then rows along the routing."""
+    sizes = workload.sizes
+    config = _config(workload, mesh, num_sms)
+    with jax_ep.Buffer(mesh, AXIS, config, backend="native") as buffer:
+
+        def dispatch(x, topk_idx, topk_weights):
+            routing = jax_ep.route(buffer, topk_idx)
+            return jax_ep.dispatch(
+                buffer,
+                x,
+                topk_weights=topk_weights,
+                routing=routing,
+                capacity=sizes.capacity,
+                zero_tail=False,
+            )
+
+        def linked_idx(sent):
+            # The routing's own depends on the exchange alone. What this costs is one small kernel.
+            return jnp.minimum(sent.handle.topk_idx, sizes.E - 1 + sent.num_dropped)
+
+        yield Operations(
+            dispatch=dispatch,
+            combine=functools.partial(jax_ep.combine, buffer),
+            topk_idx=linked_idx,
+            notify=lambda topk_idx: jax_ep.route(buffer, topk_idx).topk_idx,
         )
         buffer.check()
 
@@ -171,6 +213,17 @@ def _table() -> Iterator[System]:
             wire_rows=lambda sizes: sizes.wire_rows,
             expanded=False,
         )
+    yield System(
+        name="native_notified",
+        open=_notified,
+        calls={
+            "notify": {"jax_ep_notify": 1},
+            "dispatch": {"jax_ep_notify": 1, "jax_ep_dispatch_routed": 1},
+        },
+        opaque=True,
+        ops=("dispatch", "notify"),
+        wire_rows=lambda sizes: sizes.wire_rows,
+    )
     for layout, ops in (("compact", OPS), ("padded", ("dispatch",))):
         yield System(
             name=f"low_latency_{layout}",

@@ -20,8 +20,8 @@ _SMOOTHING_STEPS = 20
 class ProgressBar:
     """A line that follows the run, and one that stays for each validation. Use with `with`."""
 
-    def __init__(self, num_steps: int):
-        self._console = Console()
+    def __init__(self, num_steps: int, *, quiet: bool = False):
+        self._console = Console(quiet=quiet)
         self._last: StepReport | None = None
         self._bar = Progress(
             MofNCompleteColumn(),

@@ -14,14 +14,16 @@ namespace {
 
 constexpr size_t kFailedRunsKept = 4096;  // more than can be queued when a run fails
 
-double seconds(std::chrono::nanoseconds time) {
-  return std::chrono::duration<double>(time).count();
-}
-
 }  // namespace
 
-Group::Group(const WindowLayout& layout, std::chrono::nanoseconds timeout, Payload payload)
-    : timeout_(timeout), payload_(payload), windows_(layout), data_faults_(layout.shape.num_ranks) {
+Group::Group(const WindowLayout& layout, std::chrono::nanoseconds timeout, Payload payload,
+             Membership membership)
+    : timeout_(timeout),
+      payload_(payload),
+      membership_(std::move(membership)),
+      ranks_(membership_.ranks_here(layout.shape.num_ranks)),
+      windows_(layout, membership_.windows()),
+      data_faults_(layout.shape.num_ranks) {
   std::fill_n(next_epoch_, kNumChannels, kFirstEpoch);
   for (int rank = 0; rank < layout.shape.num_ranks; ++rank) {
     faults_.push_back(std::make_unique<FaultPlan>());
@@ -38,6 +40,9 @@ RankContext Group::make_context(int rank) {
   context.timeout = timeout_;
   context.faults = faults_[rank].get();
   context.report = [this](const ErrorRecord& record) { report({record}); };
+  if (membership_.is_shared()) {
+    context.has_left = [this](int peer) { return membership_.has_left(peer); };
+  }
   context.report_data_fault = [this, rank](const DataFault& fault) {
     std::lock_guard<std::mutex> lock(mutex_);
     DataFault& kept = data_faults_[rank];
@@ -50,21 +55,24 @@ RankContext Group::make_context(int rank) {
 
 void Group::present(int rank, const CallSite& where, Operation operation) {
   std::optional<std::string> refused;
+  const auto seat = std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
+  // Processes instantiate call sites each in its own order.
+  if (membership_.is_shared()) operation.tag.site = 0;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     refused = refusal(where.run_id);
     if (!refused) {
       std::deque<Meeting>& meetings = pending_[where];
       auto meeting = std::find_if(meetings.begin(), meetings.end(),
-                                  [&](const Meeting& m) { return !m.parts[rank].has_value(); });
+                                  [&](const Meeting& m) { return !m.parts[seat].has_value(); });
       if (meeting == meetings.end()) {
         Meeting opened{};
-        opened.parts.resize(num_ranks());
+        opened.parts.resize(ranks_.size());
         opened.deadline = Clock::now() + timeout_;
         meeting = meetings.insert(meetings.end(), std::move(opened));
       }
-      meeting->parts[rank] = std::move(operation);
-      if (++meeting->num_present < num_ranks()) return;
+      meeting->parts[seat] = std::move(operation);
+      if (++meeting->num_present < num_seats()) return;
       // Each rank fills its meetings in order, so the first to be complete is the front one.
       Meeting complete = std::move(meetings.front());
       meetings.pop_front();
@@ -76,8 +84,9 @@ void Group::present(int rank, const CallSite& where, Operation operation) {
   operation.done(&*refused);
 }
 
-std::optional<std::string> Group::refusal(int64_t run_id) const {
+std::optional<std::string> Group::refusal(int64_t run_id) {
   if (closed_) return closed_;
+  hear_of_error();
   if (!records_.empty()) return records_.front().second;
   if (failed_runs_.count(run_id) > 0) {
     return "EpUsageError: this execution had already failed on another rank.";
@@ -94,18 +103,20 @@ void Group::start(int64_t run_id, Meeting meeting) {
     // Nobody of the run is to wait for a rank that stops here.
     remember_failed(run_id);
     Failed failed = take_pending([&](const CallSite& where) { return where.run_id == run_id; });
-    for (int rank = 0; rank < num_ranks(); ++rank) {
-      failed.emplace_back(rank, std::move(started->parts[rank]));
+    for (int seat = 0; seat < num_seats(); ++seat) {
+      failed.emplace_back(ranks_[seat], std::move(started->parts[seat]));
     }
     fail(std::move(failed), *refused);
     return;
   }
   share_operands(started.get());
-  started->errors.resize(num_ranks());
-  started->num_running = num_ranks();
-  num_running_ += num_ranks();
-  for (int rank = 0; rank < num_ranks(); ++rank) {
-    strand(rank, channel).submit([this, rank, started] { return carry_out(rank, started); });
+  started->errors.resize(ranks_.size());
+  started->num_running = num_seats();
+  num_running_ += num_seats();
+  for (int seat = 0; seat < num_seats(); ++seat) {
+    strand(ranks_[seat], channel).submit([this, seat, started] {
+      return carry_out(seat, started);
+    });
   }
 }
 
@@ -141,13 +152,18 @@ void Group::share_operands(Started* started) const {
     return part.operands.same_shape(parts[0].operands);
   });
   if (payload_ == Payload::kWindow || parts[0].half != Half::kWhole || !alike) return;
-  for (const Operation& part : parts) started->operands.push_back(part.operands);
+  OperandView elsewhere{};
+  elsewhere.in_process = false;
+  started->operands.assign(num_ranks(), elsewhere);
+  for (int seat = 0; seat < num_seats(); ++seat) {
+    started->operands[ranks_[seat]] = parts[seat].operands;
+  }
 }
 
 // Operands live until the operation is done. Where peers read them in place, no part is done before
 // all have ended, whether well or not: each ends by its deadlines.
-Completion Group::carry_out(int rank, const std::shared_ptr<Started>& started) {
-  if (!run_part(rank, *started)) started->errors[rank] = rank_error(rank);
+Completion Group::carry_out(int seat, const std::shared_ptr<Started>& started) {
+  if (!run_part(seat, *started)) started->errors[seat] = rank_error(ranks_[seat]);
   {
     std::lock_guard<std::mutex> lock(mutex_);
     --num_running_;
@@ -157,17 +173,18 @@ Completion Group::carry_out(int rank, const std::shared_ptr<Started>& started) {
     const std::optional<std::string>& error = started->errors[part];
     started->parts[part].done(error ? &*error : nullptr);
   };
-  if (started->operands.empty()) return [done, rank] { done(rank); };
+  if (started->operands.empty()) return [done, seat] { done(seat); };
   // Release: our last reads of the peers' operands. Acquire: theirs of ours, and their errors.
   if (started->num_running.fetch_sub(1, std::memory_order_acq_rel) > 1) return [started] {};
-  for (int other = 0; other < num_ranks(); ++other) {
-    if (other != rank) StrandPool::instance().post([done, other] { done(other); });
+  for (int other = 0; other < num_seats(); ++other) {
+    if (other != seat) StrandPool::instance().post([done, other] { done(other); });
   }
-  return [done, rank] { done(rank); };
+  return [done, seat] { done(seat); };
 }
 
-bool Group::run_part(int rank, const Started& started) {
-  const Operation& operation = started.parts[rank];
+bool Group::run_part(int seat, const Started& started) {
+  const int rank = ranks_[seat];
+  const Operation& operation = started.parts[seat];
   RankContext& context = contexts_[rank * kNumChannels + operation.channel];
   context.operands = started.operands.empty() ? nullptr : started.operands.data();
   context.read_through = started.read_through;
@@ -194,41 +211,6 @@ bool Group::run_part(int rank, const Started& started) {
   return true;
 }
 
-std::string Group::rank_error(int rank) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [record, text] : records_) {
-    if (record.rank == rank) return text;
-  }
-  return records_.empty() ? "EpUsageError: the buffer was reset while operations were running."
-                          : records_.front().second;
-}
-
-void Group::report(const std::vector<ErrorRecord>& records) {
-  Failed failed;
-  std::string first;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const double timeout_s = seconds(timeout_);
-    for (const ErrorRecord& record : records) {
-      records_.emplace_back(
-          record, records_.empty() ? describe(record, timeout_s)
-                                   : describe_follower(record, records_.front().first, timeout_s));
-    }
-    first = records_.front().second;
-    failed = take_pending([](const CallSite&) { return true; });
-  }
-  const int32_t reporter = records.front().rank;
-  const Window window = windows_.view(reporter);
-  for (int rank = 0; rank < num_ranks(); ++rank) {
-    atomic32(window.control(rank, window.control_layout.poison()))
-        .store(1 + static_cast<uint32_t>(reporter), std::memory_order_release);
-    for (Channel channel : {kDispatchChannel, kCombineChannel}) {
-      Doorbell(window.control(rank, window.control_layout.doorbell(channel))).ring();
-    }
-  }
-  fail(std::move(failed), first);
-}
-
 void Group::reject(int64_t run_id, const std::string& error) {
   Failed failed;
   {
@@ -239,32 +221,7 @@ void Group::reject(int64_t run_id, const std::string& error) {
   fail(std::move(failed), error);
 }
 
-void Group::expire(Clock::time_point now) {
-  std::vector<ErrorRecord> late;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [where, meetings] : pending_) {
-      for (const Meeting& meeting : meetings) {
-        if (meeting.deadline > now || !late.empty()) continue;
-        const auto& parts = meeting.parts;
-        const auto absent = std::find_if(parts.begin(), parts.end(),
-                                         [](const auto& part) { return !part.has_value(); });
-        const auto peer = static_cast<int32_t>(absent - parts.begin());
-        for (int32_t rank = 0; rank < num_ranks(); ++rank) {
-          if (!parts[rank].has_value()) continue;
-          const Operation& part = *parts[rank];
-          late.push_back({ErrorKind::kTimeout, part.tag.op, WaitFor::kStart, rank, peer,
-                          next_epoch_[part.channel], 1, 0});
-        }
-      }
-    }
-  }
-  // All at once: a caller that hears of the first may reset the buffer.
-  if (!late.empty()) report(late);
-}
-
-template <typename Chosen>
-Group::Failed Group::take_pending(Chosen chosen) {
+Group::Failed Group::take_pending(const std::function<bool(const CallSite&)>& chosen) {
   Failed failed;
   for (auto it = pending_.begin(); it != pending_.end();) {
     if (!chosen(it->first)) {
@@ -273,8 +230,10 @@ Group::Failed Group::take_pending(Chosen chosen) {
     }
     remember_failed(it->first.run_id);
     for (Meeting& meeting : it->second) {
-      for (int rank = 0; rank < num_ranks(); ++rank) {
-        if (meeting.parts[rank]) failed.emplace_back(rank, std::move(*meeting.parts[rank]));
+      for (int seat = 0; seat < num_seats(); ++seat) {
+        if (meeting.parts[seat]) {
+          failed.emplace_back(ranks_[seat], std::move(*meeting.parts[seat]));
+        }
       }
     }
     it = pending_.erase(it);
@@ -327,30 +286,12 @@ bool Group::drain(std::chrono::nanoseconds limit) {
 
 void Group::reset() {
   std::lock_guard<std::mutex> lock(mutex_);
-  windows_.clear_signals();
+  windows_.clear_signals(ranks_);
+  if (membership_.is_shared()) membership_.first_error().clear();
   std::fill_n(next_epoch_, kNumChannels, kFirstEpoch);
   for (OpenStarts& open : open_starts_) open.forget();
   records_.clear();
   for (auto& plan : faults_) plan->kind = FaultKind::kNone;
-}
-
-std::vector<std::pair<ErrorRecord, std::string>> Group::error_records() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return records_;
-}
-
-std::optional<std::pair<int, DataFault>> Group::take_data_faults() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::optional<std::pair<int, DataFault>> first;
-  int64_t count = 0;
-  for (int rank = 0; rank < num_ranks(); ++rank) {
-    DataFault& fault = data_faults_[rank];
-    if (fault.count > 0 && !first) first = {rank, fault};
-    count += fault.count;
-    fault = {};
-  }
-  if (first) first->second.count = count;
-  return first;
 }
 
 uint64_t Group::epochs(Channel channel) const {

@@ -1,5 +1,6 @@
-// One group of ranks in this process: matches the ranks' presentations of an operation, gives it
-// its epochs once all have come, and has each rank's worker carry it out.
+// One group of ranks: matches the presentations of an operation by those in this process, gives it
+// its epochs once all of these have come, and has each rank's worker carry it out. Other processes
+// that have ranks of the group count epochs by themselves, and tags tell where they disagree.
 #pragma once
 
 #include <atomic>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "cpu/faults.h"
+#include "cpu/membership.h"
 #include "cpu/open_starts.h"
 #include "cpu/rank_context.h"
 #include "cpu/strand.h"
@@ -52,13 +54,13 @@ class Group {
   using Clock = std::chrono::steady_clock;
 
   Group(const WindowLayout& layout, std::chrono::nanoseconds timeout,
-        Payload payload = Payload::kReference);
+        Payload payload = Payload::kReference, Membership membership = {});
 
   int num_ranks() const { return static_cast<int>(faults_.size()); }
   Payload payload() const { return payload_; }
   FaultPlan& fault_plan(int rank) { return *faults_[rank]; }
 
-  // The rank is ready for the operation. Does not block; operation.done follows.
+  // The rank, of this process, is ready for the operation. Does not block; operation.done follows.
   void present(int rank, const CallSite& where, Operation operation);
   // A rank cannot take part in this run: nobody else of the run waits for it.
   void reject(int64_t run_id, const std::string& error);
@@ -69,25 +71,28 @@ class Group {
   bool drain(std::chrono::nanoseconds limit);
   // Refuses everything from here on, with this error; what is pending fails.
   void close(const std::string& error);
-  // After drain(): healthy again, epochs from the start.
+  // After drain() in every process: healthy again, epochs from the start. Nobody may begin an
+  // operation before all have done this.
   void reset();
 
-  std::vector<std::pair<ErrorRecord, std::string>> error_records() const;
+  std::vector<std::pair<ErrorRecord, std::string>> error_records();
   // Sum of the faults since the last call, with the first fault of the lowest rank.
   std::optional<std::pair<int, DataFault>> take_data_faults();
   uint64_t epochs(Channel channel) const;
 
  private:
-  struct Meeting {                                // of the ranks for one operation
-    std::vector<std::optional<Operation>> parts;  // by rank
+  // Of the ranks of this process for one operation. What is "by seat" has an entry for each of
+  // these, in the order of ranks_.
+  struct Meeting {
+    std::vector<std::optional<Operation>> parts;  // by seat
     int num_present = 0;
     Clock::time_point deadline;
   };
-  // An operation that all ranks have presented.
+  // An operation that all ranks of this process have presented.
   struct Started {
-    std::vector<Operation> parts;                    // by rank
+    std::vector<Operation> parts;                    // by seat
     std::vector<OperandView> operands;               // by rank; empty: windows carry the payload
-    std::vector<std::optional<std::string>> errors;  // by rank, of parts that have ended
+    std::vector<std::optional<std::string>> errors;  // by seat, of parts that have ended
     std::atomic<int> num_running;
     uint64_t first_epoch;
     uint64_t read_through;          // as in RankContext
@@ -98,23 +103,27 @@ class Group {
 
   Strand& strand(int rank, Channel channel) { return strands_[rank * kNumChannels + channel]; }
   RankContext make_context(int rank);
-  std::optional<std::string> refusal(int64_t run_id) const;  // mutex held
-  void start(int64_t run_id, Meeting meeting);               // mutex held
+  int num_seats() const { return static_cast<int>(ranks_.size()); }
+  std::optional<std::string> refusal(int64_t run_id);  // mutex held
+  void start(int64_t run_id, Meeting meeting);         // mutex held
   // Gives an operation its epochs, or the reason why it gets none. Mutex held.
   std::optional<std::string> assign_epochs(Started* started);
   void share_operands(Started* started) const;
-  Completion carry_out(int rank, const std::shared_ptr<Started>& started);
-  bool run_part(int rank, const Started& started);
+  Completion carry_out(int seat, const std::shared_ptr<Started>& started);
+  bool run_part(int seat, const Started& started);
   // Files records, poisons the group and fails what is pending.
   void report(const std::vector<ErrorRecord>& records);
-  std::string rank_error(int rank) const;
-  void remember_failed(int64_t run_id);  // mutex held
-  template <typename Chosen>
-  Failed take_pending(Chosen chosen);  // mutex held
+  void file(const ErrorRecord& record);  // mutex held
+  void hear_of_error();                  // in another process, the first time; mutex held
+  std::string rank_error(int rank);
+  void remember_failed(int64_t run_id);                                     // mutex held
+  Failed take_pending(const std::function<bool(const CallSite&)>& chosen);  // mutex held
   void fail(Failed failed, const std::string& error);
 
   const std::chrono::nanoseconds timeout_;
   const Payload payload_;
+  const Membership membership_;
+  const std::vector<int> ranks_;  // of this process, ascending
   HostWindows windows_;
   std::vector<std::unique_ptr<FaultPlan>> faults_;  // by rank
   std::vector<RankContext> contexts_;               // by rank and channel, as strands_

@@ -21,6 +21,7 @@ struct OperandView {
   const float* row_scalars;  // likewise
   const int32_t* recv_rows;  // combine's, [R * num_tokens, K]; null for the other operations
   bool by_slot = false;      // combine's rows are one a message, in slot order
+  bool in_process = true;    // false: another process has the rank, and nothing above is set
 
   // Whether what bounds one bounds the other.
   bool same_shape(const OperandView& other) const {

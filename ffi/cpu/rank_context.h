@@ -30,13 +30,15 @@ struct RankContext {
   // Files a record and poisons the group.
   std::function<void(const ErrorRecord&)> report;
   std::function<void(const DataFault&)> report_data_fault;
+  // Whether a peer's process has left: it sends no more. Null where one process has all ranks.
+  std::function<bool(int peer)> has_left;
 
   // By rank, of the operation that runs; null: windows carry the payload.
   const OperandView* operands = nullptr;
   // What may be read of a peer in place, and it of us; null: the windows carry what travels between
   // the two.
   const OperandView* operands_of(int peer) const {
-    return operands != nullptr ? &operands[peer] : nullptr;
+    return operands != nullptr && operands[peer].in_process ? &operands[peer] : nullptr;
   }
 
   // Epochs up to here have all been read by this rank once the operation at hand has ended. Set by

@@ -71,6 +71,11 @@ bool Session::wait_parked(const Point& point, Ready ready, Seen seen) {
       give_up(point, ErrorKind::kTimeout, seen());
       return false;
     }
+    // What the peer sent before it left is here by now.
+    if (context_.has_left && context_.has_left(point.peer) && !ready()) {
+      give_up(point, ErrorKind::kPeerLeft, seen());
+      return false;
+    }
     bell.park([&] { return ready() || poisoned(); }, kParkSlice);
   }
 }

@@ -1,8 +1,11 @@
 #include "cuda/cuda_buffer.h"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <stdexcept>
+
+#include "transport/cuda_counters.h"
 
 namespace jax_ep::gpu {
 
@@ -30,6 +33,15 @@ CudaSettings settings_of(const CudaBufferOptions& options) {
               std::chrono::duration<double>(options.timeout_s))};
 }
 
+std::vector<std::unique_ptr<CudaGroup>> make_groups(const CudaBufferOptions& options,
+                                                    const CudaSettings& settings) {
+  std::vector<std::unique_ptr<CudaGroup>> groups;
+  for (const std::vector<int>& ordinals : options.device_ordinals) {
+    groups.push_back(std::make_unique<CudaGroup>(settings, ordinals));
+  }
+  return groups;
+}
+
 // Open buffers. Never destroyed: programs may ask for a buffer while the process ends.
 class Registry {
  public:
@@ -38,9 +50,19 @@ class Registry {
     return *registry;
   }
 
-  std::shared_ptr<CudaBuffer> create(const CudaBufferOptions& options) {
+  int64_t next_id() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return next_id_;
+  }
+
+  std::shared_ptr<CudaBuffer> create(int64_t id, const CudaBufferOptions& options) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const int64_t id = next_id_++;
+    if (id < next_id_) {
+      throw std::invalid_argument("id " + std::to_string(id) +
+                                  " has been given before; the next is " +
+                                  std::to_string(next_id_));
+    }
+    next_id_ = id + 1;
     lock.unlock();  // handlers must find other buffers while this one takes its memory
     auto buffer = std::make_shared<CudaBuffer>(id, options);
     lock.lock();
@@ -68,11 +90,20 @@ class Registry {
 }  // namespace
 
 CudaBuffer::CudaBuffer(int64_t id, const CudaBufferOptions& options)
-    : id_(id), options_(options), settings_(settings_of(options)) {
+    : id_(id),
+      options_(options),
+      settings_(settings_of(options)),
+      groups_(make_groups(options, settings_)),
+      notices_(static_cast<int>(options.device_ordinals.size()), num_ranks(), options.num_experts,
+               [&options](int group, int rank, int64_t num_words) {
+                 const int ordinal = options.device_ordinals[group][rank];
+                 return ordinal < 0 ? MappedCounters::none()
+                                    : make_mapped_counters(ordinal, num_words);
+               }) {
   for (size_t group = 0; group < options.device_ordinals.size(); ++group) {
     const std::vector<int>& ordinals = options.device_ordinals[group];
-    groups_.push_back(std::make_unique<CudaGroup>(settings_, ordinals));
     for (size_t rank = 0; rank < ordinals.size(); ++rank) {
+      if (ordinals[rank] < 0) continue;
       places_[ordinals[rank]] = {static_cast<int>(group), static_cast<int>(rank)};
       ordinals_.push_back(ordinals[rank]);
     }
@@ -82,6 +113,39 @@ CudaBuffer::CudaBuffer(int64_t id, const CudaBufferOptions& options)
 std::optional<CudaBuffer::Place> CudaBuffer::find_device(int ordinal) const {
   const auto it = places_.find(ordinal);
   return it == places_.end() ? std::nullopt : std::optional<Place>(it->second);
+}
+
+bool CudaBuffer::is_shared() const {
+  return std::any_of(groups_.begin(), groups_.end(),
+                     [](const auto& group) { return group->is_shared(); });
+}
+
+std::string CudaBuffer::offer() const {
+  std::vector<MemoryOffer> offers;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    if (!groups_[i]->is_shared()) continue;
+    for (const MemoryOffer& offer : groups_[i]->offers(static_cast<int>(i))) {
+      offers.push_back(offer);
+    }
+  }
+  return to_bytes(offers);
+}
+
+void CudaBuffer::join(const std::vector<std::string>& offers) {
+  std::vector<std::vector<MemoryOffer>> of_group(groups_.size());
+  for (const std::string& bytes : offers) {
+    for (const MemoryOffer& offer : offers_from(bytes)) {
+      of_group.at(static_cast<size_t>(offer.group)).push_back(offer);
+    }
+  }
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    if (groups_[i]->is_shared()) groups_[i]->connect(of_group[i]);
+  }
+}
+
+int CudaBuffer::num_sms() const {
+  const Place& place = places_.at(ordinals_.at(0));
+  return group(place.group).rank(place.rank).num_sms();
 }
 
 int64_t CudaBuffer::window_bytes() const {
@@ -95,11 +159,14 @@ void CudaBuffer::abort(OpKind op, const std::string& why) {
 
 bool CudaBuffer::wait_idle() const { return devices_idle(ordinals_, settings_.timeout + kGrace); }
 
+void CudaBuffer::require_idle() const {
+  if (wait_idle()) return;
+  throw std::runtime_error(
+      "operations of this buffer are still running: block_until_ready on their results first");
+}
+
 void CudaBuffer::reset() {
-  if (!wait_idle()) {
-    throw std::runtime_error(
-        "operations of this buffer are still running: block_until_ready on their results first");
-  }
+  require_idle();
   for (auto& group : groups_) group->reset();
 }
 
@@ -121,8 +188,11 @@ void CudaBuffer::close(bool drained) {
   for (auto& group : groups_) idle ? group->free_memory() : group->abandon_memory();
 }
 
-std::shared_ptr<CudaBuffer> create_cuda_buffer(const CudaBufferOptions& options) {
-  return Registry::instance().create(options);
+int64_t next_cuda_buffer_id() { return Registry::instance().next_id(); }
+
+std::shared_ptr<CudaBuffer> create_cuda_buffer(int64_t id, const CudaBufferOptions& options) {
+  free_what_all_have_left();
+  return Registry::instance().create(id, options);
 }
 
 std::shared_ptr<CudaBuffer> find_cuda_buffer(int64_t id) { return Registry::instance().find(id); }

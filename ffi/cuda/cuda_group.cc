@@ -1,6 +1,8 @@
 #include "cuda/cuda_group.h"
 
 #include <algorithm>
+#include <iterator>
+#include <stdexcept>
 
 #include "protocol/error_text.h"
 
@@ -22,21 +24,100 @@ std::optional<ErrorRecord> filed_error(const Mailbox& mailbox) {
   return mailbox.error;
 }
 
-}  // namespace
-
-CudaGroup::CudaGroup(const CudaSettings& settings, const std::vector<int>& ordinals)
-    : settings_(settings) {
-  require_peer_access(ordinals);
-  for (size_t rank = 0; rank < ordinals.size(); ++rank) {
-    ranks_.push_back(std::make_unique<CudaRank>(ordinals[rank], static_cast<int>(rank), settings));
-  }
-  open();
+std::string describe_elsewhere(const ErrorRecord& record) {
+  const std::string who =
+      record.peer < 0 ? "another process" : "rank " + std::to_string(record.peer);
+  return "EpTimeoutError: rank " + std::to_string(record.rank) + " stopped, because " + who +
+         " has given up an operation of this buffer; what it waited for, the process of that rank "
+         "says";
 }
 
-void CudaGroup::open() {
-  std::vector<PeerMemory> memory;
-  for (const auto& rank : ranks_) memory.push_back(rank->memory());
-  for (const auto& rank : ranks_) rank->open(memory);
+// Ranks of closed buffers whose windows other processes have mapped: CUDA forbids freeing them
+// until those have unmapped them. Never destroyed.
+class LeftBehind {
+ public:
+  static LeftBehind& instance() {
+    static auto* left = new LeftBehind();
+    return *left;
+  }
+  void add(std::unique_ptr<CudaRank> rank, const std::vector<int>& elsewhere) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ranks_.push_back({std::move(rank), elsewhere});
+  }
+  void sweep() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto freed = [](auto& left) {
+      if (!left.rank->all_left(left.elsewhere)) return false;
+      left.rank->free_memory();
+      return true;
+    };
+    ranks_.erase(std::remove_if(ranks_.begin(), ranks_.end(), freed), ranks_.end());
+  }
+
+ private:
+  struct Left {
+    std::unique_ptr<CudaRank> rank;
+    std::vector<int> elsewhere;  // ranks
+  };
+  std::mutex mutex_;
+  std::vector<Left> ranks_;
+};
+
+}  // namespace
+
+void free_what_all_have_left() { LeftBehind::instance().sweep(); }
+
+CudaGroup::CudaGroup(const CudaSettings& settings, const std::vector<int>& ordinals)
+    : settings_(settings), mapped_(ordinals.size()) {
+  std::vector<int> here;
+  std::copy_if(ordinals.begin(), ordinals.end(), std::back_inserter(here),
+               [](int ordinal) { return ordinal >= 0; });
+  require_peer_access(here);
+  for (size_t r = 0; r < ordinals.size(); ++r) {
+    ranks_.push_back(ordinals[r] < 0
+                         ? nullptr
+                         : std::make_unique<CudaRank>(ordinals[r], static_cast<int>(r), settings));
+  }
+  if (!is_shared()) connect({});
+}
+
+bool CudaGroup::is_shared() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return !rank; });
+}
+
+std::vector<CudaRank*> CudaGroup::ranks_here() const {
+  std::vector<CudaRank*> here;
+  for (const auto& rank : ranks_) {
+    if (rank != nullptr) here.push_back(rank.get());
+  }
+  return here;
+}
+
+std::vector<MemoryOffer> CudaGroup::offers(int index) const {
+  std::vector<MemoryOffer> offers;
+  for (const CudaRank* rank : ranks_here()) {
+    offers.push_back(offer_memory(index, rank->rank(), rank->ordinal(), rank->memory()));
+  }
+  return offers;
+}
+
+void CudaGroup::connect(const std::vector<MemoryOffer>& offers) {
+  for (CudaRank* rank : ranks_here()) {
+    std::vector<PeerMemory> memory(ranks_.size());
+    for (const CudaRank* other : ranks_here()) memory[other->rank()] = other->memory();
+    std::vector<MappedMemory>& mapped = mapped_[rank->rank()];
+    for (const MemoryOffer& offer : offers) {
+      if (offer.rank < 0 || offer.rank >= num_ranks() || ranks_[offer.rank] != nullptr) continue;
+      mapped.emplace_back(rank->ordinal(), offer);
+      memory[offer.rank] = mapped.back().memory();
+    }
+    for (int r = 0; r < num_ranks(); ++r) {
+      if (memory[r].control != nullptr) continue;
+      throw std::invalid_argument("no process has offered the memory of rank " + std::to_string(r) +
+                                  ": make the buffer of the same mesh in all of them");
+    }
+    rank->open(memory);
+  }
 }
 
 double CudaGroup::timeout_s() const {
@@ -44,8 +125,9 @@ double CudaGroup::timeout_s() const {
 }
 
 std::optional<std::string> CudaGroup::refusal() const {
-  const bool filed = std::any_of(ranks_.begin(), ranks_.end(), [](const auto& rank) {
-    return filed_error(rank->mailbox()).has_value();
+  const std::vector<CudaRank*> here = ranks_here();
+  const bool filed = std::any_of(here.begin(), here.end(), [](const CudaRank* rank) {
+    return filed_error(rank->mailbox()) || load_acquire(rank->mailbox().poison) != 0;
   });
   if (filed) return error_records().front().second;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -59,12 +141,15 @@ void CudaGroup::abort(OpKind op, const std::string& why) {
     if (aborted_) return;
     aborted_.emplace(ErrorRecord{ErrorKind::kMismatch, op, WaitFor::kStart, -1, -1, 0, 0, 0}, why);
   }
-  for (const auto& rank : ranks_) rank->poison();
+  for (CudaRank* rank : ranks_here()) {
+    rank->poison(rank->memory().control);
+    for (const MappedMemory& other : mapped_[rank->rank()]) rank->poison(other.memory().control);
+  }
 }
 
 std::vector<std::pair<ErrorRecord, std::string>> CudaGroup::error_records() const {
   std::vector<ErrorRecord> filed;
-  for (const auto& rank : ranks_) {
+  for (const CudaRank* rank : ranks_here()) {
     if (const auto record = filed_error(rank->mailbox())) filed.push_back(*record);
   }
   // What is no timeout is a cause; timeouts of others may be its consequence.
@@ -76,40 +161,87 @@ std::vector<std::pair<ErrorRecord, std::string>> CudaGroup::error_records() cons
     records.emplace_back(record, describe(record, timeout_s()));
   std::lock_guard<std::mutex> lock(mutex_);
   if (aborted_) records.push_back(*aborted_);
+  if (records.empty()) {
+    if (const auto record = error_elsewhere()) {
+      records.emplace_back(*record, describe_elsewhere(*record));
+    }
+  }
   return records;
+}
+
+std::optional<ErrorRecord> CudaGroup::error_elsewhere() const {
+  for (const CudaRank* rank : ranks_here()) {
+    const uint32_t poison = load_acquire(rank->mailbox().poison);
+    if (poison == 0) continue;
+    const int peer = poison <= ranks_.size() ? static_cast<int>(poison) - 1 : -1;
+    return ErrorRecord{
+        ErrorKind::kTimeout, OpKind::kDispatch, WaitFor::kStart, rank->rank(), peer, 0, 0, 0};
+  }
+  return std::nullopt;
+}
+
+uint64_t CudaGroup::epochs(Channel channel) {
+  const std::vector<CudaRank*> here = ranks_here();
+  return here.empty() ? 0 : here[0]->epochs(channel);
 }
 
 std::optional<DataFaults> CudaGroup::take_data_faults() {
   std::optional<DataFaults> faults;
-  for (int r = 0; r < num_ranks(); ++r) {
-    Mailbox& mailbox = ranks_[r]->mailbox();
+  for (const CudaRank* rank : ranks_here()) {
+    Mailbox& mailbox = rank->mailbox();
     // The kernel writes the first fault before it counts it.
     const uint64_t found = load_acquire(mailbox.faults_found);
     const auto count = static_cast<int64_t>(found - mailbox.faults_taken);
     if (count == 0) continue;
-    if (!faults) faults = DataFaults{r, 0, unpack_fault(load_acquire(mailbox.first_fault))};
+    if (!faults)
+      faults = DataFaults{rank->rank(), 0, unpack_fault(load_acquire(mailbox.first_fault))};
     faults->count += count;
     __atomic_store(&mailbox.faults_taken, &found, __ATOMIC_RELEASE);
   }
   return faults;
 }
 
+std::vector<int> CudaGroup::ranks_gone() const {
+  const std::vector<CudaRank*> here = ranks_here();
+  std::vector<int> gone;
+  for (int r = 0; !here.empty() && r < num_ranks(); ++r) {
+    if (ranks_[r] == nullptr && here[0]->all_left({r})) gone.push_back(r);
+  }
+  return gone;
+}
+
 void CudaGroup::reset() {
-  for (const auto& rank : ranks_) rank->clear();
+  for (CudaRank* rank : ranks_here()) rank->clear();
   std::lock_guard<std::mutex> lock(mutex_);
   aborted_.reset();
 }
 
 void CudaGroup::shut() {
-  for (const auto& rank : ranks_) rank->shut();
+  for (CudaRank* rank : ranks_here()) rank->shut();
 }
 
 void CudaGroup::free_memory() {
-  for (const auto& rank : ranks_) rank->free_memory();
+  std::vector<int> elsewhere;
+  for (int r = 0; r < num_ranks(); ++r) {
+    if (ranks_[r] == nullptr) elsewhere.push_back(r);
+  }
+  for (CudaRank* rank : ranks_here()) {
+    std::vector<MappedMemory>& mapped = mapped_[rank->rank()];
+    for (const MappedMemory& other : mapped) rank->leave(other.memory().control);
+    mapped.clear();
+    if (elsewhere.empty()) rank->free_memory();
+  }
+  if (elsewhere.empty()) return;
+  for (auto& rank : ranks_) {
+    if (rank != nullptr) LeftBehind::instance().add(std::move(rank), elsewhere);
+  }
 }
 
 void CudaGroup::abandon_memory() {
-  for (const auto& rank : ranks_) rank->abandon_memory();
+  for (CudaRank* rank : ranks_here()) {
+    for (MappedMemory& other : mapped_[rank->rank()]) other.keep_for_ever();
+    rank->abandon_memory();
+  }
 }
 
 }  // namespace jax_ep::gpu

@@ -10,6 +10,7 @@
 #include "cuda/ll_combine.h"
 #include "cuda/ll_combine_grad.h"
 #include "cuda/ll_dispatch.h"
+#include "cuda/notify.h"
 #include "protocol/epochs.h"
 
 namespace jax_ep::gpu {
@@ -57,7 +58,8 @@ using Prepare = cudaError_t (*)();
 
 void load_kernels(int ordinal, const WindowShape& shape) {
   const DeviceGuard guard(ordinal);
-  std::vector<Prepare> kernels{prepare_dispatch, prepare_combine, prepare_combine_grad};
+  std::vector<Prepare> kernels{prepare_dispatch, prepare_combine, prepare_combine_grad,
+                               prepare_notify};
   if (shape.records) kernels = {prepare_ll_dispatch, prepare_ll_combine, prepare_ll_combine_grad};
   for (const Prepare prepare : kernels) {
     const cudaError_t status = prepare();
@@ -137,9 +139,23 @@ void CudaRank::fill_payload() {
              "preparing a low-latency window");
 }
 
-void CudaRank::poison() {
-  const ControlLayout control{settings_.layout.shape.num_ranks};
-  side_->fill(window_.memory().control + control.poison(), 1, sizeof(uint32_t));
+void CudaRank::poison(char* control) {
+  const ControlLayout layout{settings_.layout.shape.num_ranks};
+  side_->fill(control + layout.poison(), 1, sizeof(uint32_t));
+}
+
+void CudaRank::leave(char* control) {
+  const char* own = window_.memory().control;
+  const int64_t offset = reinterpret_cast<const char*>(&lasting()->left[rank_]) - own;
+  const uint32_t left = 1;
+  side_->write(control + offset, &left, sizeof(left));
+  side_->finish();
+}
+
+bool CudaRank::all_left(const std::vector<int>& ranks) {
+  uint32_t left[kMaxRanks];
+  side_->read(left, reinterpret_cast<const char*>(lasting()->left), sizeof(left));
+  return std::all_of(ranks.begin(), ranks.end(), [&](int rank) { return left[rank] != 0; });
 }
 
 void CudaRank::free_memory() {

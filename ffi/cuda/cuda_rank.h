@@ -35,6 +35,7 @@ class CudaRank {
   CudaRank(int ordinal, int rank, const CudaSettings& settings);
 
   int ordinal() const { return ordinal_; }
+  int rank() const { return rank_; }
   int num_sms() const { return num_sms_; }
   const DeviceLimits& limits() const { return limits_; }
   PeerMemory memory() const { return window_.memory(); }
@@ -46,10 +47,15 @@ class CudaRank {
   void shut();
   // Back to the state at creation. No operation may be running.
   void clear();
-  // Stops all waiting of this rank's operations.
-  void poison();
+  // Stops all waiting of the operations of the rank whose control block it is: ours, or another
+  // process's.
+  void poison(char* control);
   // After shut(), once no operation is running any more.
   void free_memory();
+  // Of ranks in several processes: tells the rank whose control block it is that we use nothing of
+  // it any more; and whether all of `ranks` have told us so.
+  void leave(char* control);
+  bool all_left(const std::vector<int>& ranks);
   // After shut(), when that could not be waited for.
   void abandon_memory();
 
@@ -60,6 +66,7 @@ class CudaRank {
   struct Lasting {
     PeerTable peers;
     RankState state;
+    uint32_t left[kMaxRanks];  // 1: that rank's process has unmapped our memory
   };
   // Low latency: what payload must hold between operations.
   void fill_payload();

@@ -14,28 +14,29 @@ constexpr int kHelpers = 4;
 
 // ---- The kernels.
 
-template <class Transport>
+template <class Transport, bool kRouted>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     dispatch_bulk_kernel(const __grid_constant__ DispatchParams p) {
 #if defined(JAX_EP_BULK_COPY)
   extern __shared__ __align__(128) char shared[];
   __shared__ BlockState block;
   init_shared(p, shared);
-  route_ahead(p, shared);
+  route_ahead<kRouted>(p, shared);
   const OpContext ctx = OpContext::make(p.op, block);
   const bool begun = begin_operation<Transport>(ctx);
-  if (begun) dispatch_bulk<Transport>(ctx, p, shared);
+  if (begun) dispatch_bulk<Transport, kRouted>(ctx, p, shared);
   finish_operation(ctx, begun, [&] { spoil_dispatch(p); });
 #endif
 }
 
+template <bool kRouted>
 class PlainDispatch {
  public:
   using Entry = TokenEntry;
   __device__ PlainDispatch(const OpContext& ctx, const DispatchParams& p, const Placement& place)
       : ctx_(ctx), p_(p), place_(place) {}
 
-  __device__ Entry load(int token) const { return load_entry(p_, token); }
+  __device__ Entry load(int token) const { return load_entry<kRouted>(p_, token); }
   __device__ const char* source_row(int token) const {
     return p_.x + int64_t{token} * p_.op.layout.shape.row_bytes;
   }
@@ -82,18 +83,18 @@ class PlainDispatch {
   const Placement& place_;
 };
 
-template <class Transport>
+template <class Transport, bool kRouted>
 __global__ void __launch_bounds__(kPlainThreads, 1)
     dispatch_plain_kernel(const __grid_constant__ DispatchParams p) {
   extern __shared__ __align__(128) char shared[];
   __shared__ BlockState block;
-  route_ahead(p, shared);
+  route_ahead<kRouted>(p, shared);
   const OpContext ctx = OpContext::make(p.op, block);
   const bool begun = begin_operation<Transport>(ctx);
   if (begun) {
     const Placement place = placement_in(p, shared);
-    if (route_and_place<Transport>(ctx, p, shared, place)) {
-      PlainDispatch work(ctx, p, place);
+    if (route_and_place<Transport, kRouted>(ctx, p, shared, place)) {
+      PlainDispatch<kRouted> work(ctx, p, place);
       exchange_rows<Transport>(ctx, work, p.plan.senders);
       clear_unfilled_rows(ctx, p, place, threadIdx.x, blockDim.x);
     }
@@ -171,12 +172,15 @@ void plan_plain(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan
   plan->receivers = warps - plan->senders;
 }
 
-// Each learns the counts of all, so that few are better while a block has little to count.
-int num_routing_blocks(const DispatchParams& params) {
-  constexpr int kFew = 16;
-  constexpr int kFewTokens = 1024;
-  const int wanted = params.op.num_tokens <= kFewTokens ? kFew : kMaxRoutingBlocks;
-  return std::min(params.plan.most_routing_blocks, wanted);
+using Kernel = void (*)(DispatchParams);
+
+Kernel kernel_of(bool bulk, bool routed) {
+  if (bulk) {
+    return routed ? dispatch_bulk_kernel<PeerTransport, true>
+                  : dispatch_bulk_kernel<PeerTransport, false>;
+  }
+  return routed ? dispatch_plain_kernel<PeerTransport, true>
+                : dispatch_plain_kernel<PeerTransport, false>;
 }
 
 }  // namespace
@@ -196,26 +200,24 @@ DispatchPlan plan_dispatch(const WindowShape& shape, int num_sms, const DeviceLi
 }
 
 cudaError_t prepare_dispatch() {
-  for (const void* kernel : {reinterpret_cast<const void*>(dispatch_bulk_kernel<PeerTransport>),
-                             reinterpret_cast<const void*>(dispatch_plain_kernel<PeerTransport>)}) {
-    const cudaError_t error = prepare_kernel(kernel);
-    if (error != cudaSuccess) return error;
+  for (const bool bulk : {true, false}) {
+    for (const bool routed : {true, false}) {
+      const cudaError_t error =
+          prepare_kernel(reinterpret_cast<const void*>(kernel_of(bulk, routed)));
+      if (error != cudaSuccess) return error;
+    }
   }
   return cudaSuccess;
 }
 
 cudaError_t launch_dispatch(const DispatchParams& given, cudaStream_t stream) {
   DispatchParams params = given;
-  params.num_routing_blocks = num_routing_blocks(params);
   const DispatchPlan& plan = params.plan;
-  const size_t shared_bytes = static_cast<size_t>(plan.shared_bytes);
-  if (plan.bulk) {
-    dispatch_bulk_kernel<PeerTransport>
-        <<<plan.num_blocks, plan.threads(), shared_bytes, stream>>>(params);
-  } else {
-    dispatch_plain_kernel<PeerTransport>
-        <<<plan.num_blocks, plan.threads(), shared_bytes, stream>>>(params);
-  }
+  params.num_routing_blocks =
+      std::min(plan.most_routing_blocks, wanted_routing_blocks(params.op.num_tokens));
+  const Kernel kernel = kernel_of(plan.bulk, params.routed());
+  kernel<<<plan.num_blocks, plan.threads(), static_cast<size_t>(plan.shared_bytes), stream>>>(
+      params);
   return cudaGetLastError();
 }
 

@@ -46,13 +46,18 @@ struct DispatchParams {
   int32_t* valid_sizes;       // [E_l] without
   int32_t* num_dropped;       // []
   int32_t* sanitised_idx;     // [T, K] topk_idx with -1 for entries that are no expert
-  int32_t* recv_rows;         // [R, T, K] output row of each entry, -1 for none
-  int32_t* row_map;           // [capacity] slot of each row, R * T for none; null: rows are copied
+  // Along a routing of the program, or null. sanitised_idx is null then.
+  const int32_t* row_index;  // [T, K] place of each entry among this rank's for its expert
+  const int32_t* counts;     // [R, E] entries of every rank for every expert
+  int32_t* recv_rows;        // [R, T, K] output row of each entry, -1 for none
+  int32_t* row_map;          // [capacity] slot of each row, R * T for none; null: rows are copied
   int64_t capacity;
   int64_t expert_alignment;
   bool zero_tail;
   RowType row_type;
   int num_routing_blocks;  // set by launch_dispatch
+
+  bool routed() const { return counts != nullptr; }
 };
 
 // Loads the kernels on the current device and lifts their shared memory limit.

@@ -37,7 +37,7 @@ __device__ inline Part part_of(const DispatchParams& p, int index) {
   return {offset, static_cast<uint32_t>(last ? left : p.plan.part_bytes), last};
 }
 
-template <class Transport>
+template <class Transport, bool kRouted>
 class BulkSender {
  public:
   // Starts the load of the first row: it needs no route.
@@ -50,7 +50,7 @@ class BulkSender {
   }
 
   __device__ void run(const Placement& place) {
-    entry_ = load_entry(p_, token_);
+    entry_ = load_entry<kRouted>(p_, token_);
     uint32_t sent = 0;
     while (token_ < p_.op.num_tokens) {
       draw();
@@ -87,7 +87,7 @@ class BulkSender {
   __device__ int drawn() const { return static_cast<int>(__shfl_sync(kFullWarp, ticket_, 0)); }
   __device__ void take_next() {
     token_ = drawn();
-    entry_ = load_entry(p_, token_);
+    entry_ = load_entry<kRouted>(p_, token_);
     start_load(token_, 0);
   }
 
@@ -322,8 +322,8 @@ __device__ inline void init_shared(const DispatchParams& p, char* shared) {
   barrier_init_fence();
 }
 
-// Warps: senders, receivers, helpers. All of them route; then each has its role.
-template <class Transport>
+// Warps: senders, receivers, helpers. All of them route and place; then each has its role.
+template <class Transport, bool kRouted>
 __device__ void dispatch_bulk(const OpContext& ctx, const DispatchParams& p, char* shared) {
   const Placement place = placement_in(p, shared);
   auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
@@ -331,15 +331,16 @@ __device__ void dispatch_bulk(const OpContext& ctx, const DispatchParams& p, cha
   const int receiver = warp - p.plan.senders;
   const int helper = receiver - p.plan.receivers;
   if (warp < p.plan.senders) {
-    BulkSender<Transport> sender(ctx, p, stages_of(p, shared, warp), boxes[warp]);
-    if (route_and_place<Transport>(ctx, p, shared, place)) {
+    BulkSender<Transport, kRouted> sender(ctx, p, stages_of(p, shared, warp), boxes[warp]);
+    if (route_and_place<Transport, kRouted>(ctx, p, shared, place)) {
       sender.run(place);
     } else {
       sender.drop();
     }
     return;
   }
-  if (!route_and_place<Transport>(ctx, p, shared, place)) return;  // senders publish nothing either
+  if (!route_and_place<Transport, kRouted>(ctx, p, shared, place))
+    return;  // senders publish nothing either
   if (helper == 0) {
     publish<Transport>(ctx, boxes, p.plan.senders);
   } else if (receiver < p.plan.receivers) {

@@ -16,12 +16,26 @@ struct TokenEntry {
   float weight = 0.0f;
 };
 
-__device__ inline TokenEntry load_entry(const DispatchParams& p, int token) {
-  const int num_experts_per_tok = p.op.layout.shape.num_experts_per_tok;
-  if (lane_id() >= num_experts_per_tok || token >= p.op.num_tokens) return {};
-  const int64_t index = int64_t{token} * num_experts_per_tok + lane_id();
-  const SendRoute route = p.op.scratch.routes[index];
-  return {route.rank, route.route, p.topk_weights[index]};
+// kRouted: along a routing of the program, of which nothing is trusted; else along the routes that
+// the operation has worked out.
+template <bool kRouted>
+__device__ TokenEntry load_entry(const DispatchParams& p, int token) {
+  const WindowShape& shape = p.op.layout.shape;
+  if (lane_id() >= shape.num_experts_per_tok || token >= p.op.num_tokens) return {};
+  const int64_t entry = int64_t{token} * shape.num_experts_per_tok + lane_id();
+  if constexpr (kRouted) {
+    const int expert = p.topk_idx[entry];
+    const int index = p.row_index[entry];
+    const float weight = p.topk_weights[entry];
+    const bool possible =
+        expert >= 0 && expert < shape.num_experts && index >= 0 && index < p.op.num_tokens;
+    if (!possible) return {};
+    const int rank = expert / shape.experts_per_rank();
+    return {rank, pack_route(expert - rank * shape.experts_per_rank(), index), weight};
+  } else {
+    const SendRoute route = p.op.scratch.routes[entry];
+    return {route.rank, route.route, p.topk_weights[entry]};
+  }
 }
 
 // The output row of an entry from `source`, or -1 when it is dropped. Whatever arrived, the row
@@ -84,38 +98,51 @@ __device__ inline RouteArgs route_args(const DispatchParams& p, char* shared) {
   const bool fits = p.plan.workspace_offset >= 0;
   auto* workspace = fits ? reinterpret_cast<uint32_t*>(shared + p.plan.workspace_offset)
                          : p.op.scratch.route_workspace;
-  return {p.topk_idx, p.sanitised_idx, workspace, p.num_routing_blocks};
+  return {p.topk_idx, p.sanitised_idx, workspace, fits, p.num_routing_blocks};
 }
 
-// All threads, before the operation begins: it hides the latency of both. Device memory may be gone
-// by then, so that a workspace there has to wait.
-__device__ inline void route_ahead(const DispatchParams& p, char* shared) {
-  if (!is_routing_block(p) || p.plan.workspace_offset < 0) return;
-  clear_workspace(p.op, route_args(p, shared));
-  __syncthreads();
-  count_entries(p.op, route_args(p, shared));
+// All threads, before the operation begins.
+template <bool kRouted>
+__device__ void route_ahead(const DispatchParams& p, char* shared) {
+  if constexpr (!kRouted) {
+    if (is_routing_block(p)) count_ahead(p.op, route_args(p, shared));
+  }
 }
 
 // All threads of a routing block. A call: inlined, it would take registers from warps that have
 // their first rows on the way by now.
 template <class Transport>
 __device__ __noinline__ void route(const OpContext ctx, const DispatchParams& p, char* shared) {
-  const RouteArgs args = route_args(p, shared);
-  if (p.plan.workspace_offset < 0) {
-    clear_workspace(p.op, args);
-    __syncthreads();
-    count_entries(p.op, args);
-    __syncthreads();
-  }
-  Router(ctx, args).template run<Transport>();
+  route_entries<Transport>(ctx, route_args(p, shared));
 }
 
+// Counts of all ranks as a routing has them.
+struct GivenCounts {
+  const DispatchParams& p;
+  __device__ void collect(const OpContext& ctx, const Placement& place) const {
+    const int num_local = ctx.op.layout.shape.experts_per_rank();
+    const int num_words = ctx.num_ranks() * num_local;
+    for (int i = threadIdx.x; i < num_words; i += blockDim.x) {
+      const int source = i / num_local;
+      const int expert = i - source * num_local;
+      const int32_t count = p.counts[int64_t{source} * ctx.op.layout.shape.num_experts +
+                                     ctx.rank() * num_local + expert];
+      const bool possible = count >= 0 && count <= ctx.op.num_tokens;
+      place.bases[int64_t{expert} * ctx.num_ranks() + source] = possible ? count : 0;
+    }
+  }
+};
+
 // All threads. False when the operation is aborted; else this block knows all routes and all rows.
-template <class Transport>
+template <class Transport, bool kRouted>
 __device__ bool route_and_place(const OpContext& ctx, const DispatchParams& p, char* shared,
                                 const Placement& place) {
-  if (is_routing_block(p)) route<Transport>(ctx, p, shared);
-  return place_rows(ctx, placement_args(p), place, p.num_routing_blocks);
+  if constexpr (kRouted) {
+    return place_rows(ctx, placement_args(p), place, 0, GivenCounts{p});
+  } else {
+    if (is_routing_block(p)) route<Transport>(ctx, p, shared);
+    return place_rows(ctx, placement_args(p), place, p.num_routing_blocks);
+  }
 }
 
 // The calling threads of one block: rows [begin, end), which hold no token.
@@ -165,7 +192,7 @@ __device__ inline void spoil_dispatch(const DispatchParams& p) {
   fill(p.group_sizes, shape.experts_per_rank(), 0, thread, threads);
   fill(p.valid_sizes, shape.experts_per_rank(), 0, thread, threads);
   fill(p.num_dropped, 1, 0, thread, threads);
-  fill(p.sanitised_idx, entries, -1, thread, threads);
+  if (p.sanitised_idx != nullptr) fill(p.sanitised_idx, entries, -1, thread, threads);
   fill(p.recv_rows, entries * shape.num_ranks, -1, thread, threads);
 }
 

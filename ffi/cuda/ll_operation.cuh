@@ -275,6 +275,7 @@ __device__ __noinline__ void spoil_once(const LlContext ctx, const LlTurn& turn,
   LowLatencyState* state = ctx.op.low_latency_state();
   if (threadIdx.x == 0) {
     if (ctx.verdict.given != 0) announce(ctx, ctx.verdict);
+    tell_host_of_poison(ctx.op);
     ctx.block.is_last_block = atomicAdd(&state->failed.value, 1u) == 0;
     if (ctx.block.is_last_block != 0) {
       const uint64_t* counter = turn.send ? &state->started : &state->done;

@@ -19,12 +19,8 @@ template <class Transport>
 __device__ __noinline__ bool route_in_device_memory(const OpContext ctx,
                                                     const LlDispatchParams& p) {
   if (blockIdx.x == 0) {
-    const RouteArgs args{p.topk_idx, p.sanitised_idx, p.op.scratch.route_workspace, 1};
-    clear_workspace(p.op, args);
-    __syncthreads();
-    count_entries(p.op, args);
-    __syncthreads();
-    Router(ctx, args).template run<Transport>();
+    route_entries<Transport>(ctx, {p.topk_idx, p.sanitised_idx, p.op.scratch.route_workspace,
+                                   /*in_shared=*/false, /*num_blocks=*/1});
     if (threadIdx.x == 0) report_faults(p.op);
   }
   if (threadIdx.x == 0) {

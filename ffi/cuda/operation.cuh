@@ -59,6 +59,12 @@ __device__ inline bool window_poisoned(const Operation& op) {
   return load_relaxed<kSystemScope>(word) != 0;
 }
 
+// The rank that gave up has told its own host; ours may be another.
+__device__ inline void tell_host_of_poison(const Operation& op) {
+  const auto* word = reinterpret_cast<uint32_t*>(op.control + op.control_layout().poison());
+  *const_cast<volatile uint32_t*>(&op.mailbox->poison) = load_relaxed<kSystemScope>(word);
+}
+
 // Writes the record for the host, once per rank, and stops every rank of the group.
 // The functions of the slow path are calls and take the context by value: a reference would force
 // every user of the fast path to keep its context in local memory.
@@ -334,6 +340,7 @@ __device__ void finish_operation(const OpContext& ctx, bool begun, Spoil spoil) 
   if (ctx.block.is_last_block == 0) return;
 
   if (__syncthreads_or(!begun || ctx.aborted() || window_poisoned(op))) {
+    if (tid == 0) tell_host_of_poison(op);
     spoil();
   } else if (tid == 0) {
     const int64_t offset = op.control_layout().epoch(op.channel);

@@ -1,5 +1,5 @@
 // Phase 2 of dispatch: where the rows of each (expert, source) begin in the output. Each block
-// waits for the counts of all ranks and places the experts for itself; with more experts than
+// collects the counts of all ranks and places the experts for itself; with more experts than
 // shared memory holds, block 0 does it for all.
 #pragma once
 
@@ -27,6 +27,11 @@ struct PlacementArgs {
   int32_t* num_dropped;  // []
 };
 
+// A row beyond any capacity stays beyond it: counts that nobody sent must not wrap around.
+__device__ inline int32_t clamped_row(int64_t row) {
+  return static_cast<int32_t>(min(row, int64_t{INT32_MAX}));
+}
+
 // One warp: lanes take contiguous ranges of experts, so that one scan over lanes joins them.
 __device__ inline void place_experts(const OpContext& ctx, const PlacementArgs& args,
                                      const Placement& place) {
@@ -40,7 +45,7 @@ __device__ inline void place_experts(const OpContext& ctx, const PlacementArgs& 
   for (int e = first; e < end; ++e) {
     const ExpertSegment segment = place_expert(place.bases + int64_t{e} * num_ranks, num_ranks,
                                                ctx.op.num_tokens, rows, args.alignment);
-    place.ends[e] = static_cast<int32_t>(segment.begin + segment.true_rows);
+    place.ends[e] = clamped_row(segment.begin + segment.true_rows);
     rows += segment.padded_rows;
   }
   int64_t before = rows;
@@ -53,12 +58,13 @@ __device__ inline void place_experts(const OpContext& ctx, const PlacementArgs& 
   for (int e = first; e < end; ++e) {
 #pragma unroll 1
     for (int s = 0; s < num_ranks; ++s) {
-      place.bases[int64_t{e} * num_ranks + s] += static_cast<int32_t>(before);
+      int32_t& base = place.bases[int64_t{e} * num_ranks + s];
+      base = clamped_row(base + before);
     }
-    place.ends[e] += static_cast<int32_t>(before);
+    place.ends[e] = clamped_row(place.ends[e] + before);
   }
   if (lane_id() == kWarp - 1) {
-    place.bases[int64_t{num_local} * num_ranks] = static_cast<int32_t>(before + rows);
+    place.bases[int64_t{num_local} * num_ranks] = clamped_row(before + rows);
   }
   __syncwarp();
 }
@@ -102,6 +108,13 @@ __device__ void wait_for_counts(const Context& ctx, const Placement& place) {
   }
 }
 
+// Counts of all ranks as they have sent them.
+struct SentCounts {
+  __device__ void collect(const OpContext& ctx, const Placement& place) const {
+    wait_for_counts(ctx, place);
+  }
+};
+
 // One thread: a counter of this rank's own blocks has reached `target`.
 __device__ inline void wait_for_blocks(const OpContext& ctx, const Counter& counter,
                                        uint32_t target) {
@@ -112,15 +125,17 @@ __device__ inline void wait_for_blocks(const OpContext& ctx, const Counter& coun
 }
 
 // All threads. False when the operation is aborted; else this block knows all routes and all rows.
-__device__ inline bool place_rows(const OpContext& ctx, const PlacementArgs& args,
-                                  const Placement& place, int num_routing_blocks) {
+// counts.collect(ctx, place): by all threads, puts the counts of all ranks into place.bases.
+template <class Counts = SentCounts>
+__device__ bool place_rows(const OpContext& ctx, const PlacementArgs& args, const Placement& place,
+                           int num_routing_blocks, const Counts& counts = Counts{}) {
   const bool mine = place.shared || blockIdx.x == 0;
   const int peer = static_cast<int>(threadIdx.x);
   if (speaks_for_rank() && peer < ctx.num_ranks()) check_tag(ctx, peer);
-  if (mine) wait_for_counts(ctx, place);
+  if (mine) counts.collect(ctx, place);
   if (__syncthreads_or(ctx.aborted())) return false;
   const int num_warps = static_cast<int>(blockDim.x) / kWarp;
-  if (threadIdx.x == (num_warps - 2) * kWarp) {
+  if (num_routing_blocks > 0 && threadIdx.x == (num_warps - 2) * kWarp) {
     wait_for_blocks(ctx, ctx.op.state()->blocks_routed, num_routing_blocks);
   }
   if (warp_id() == num_warps - 1) {  // not one of the first: they have rows to send

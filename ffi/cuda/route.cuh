@@ -1,7 +1,7 @@
-// Phase 1 of dispatch: where each (token, k) goes. The first blocks of the grid share the tokens
-// out in order; each counts its entries per expert, learns the counts of the blocks before it, and
-// so knows every entry's index among this rank's rows of its expert. Counts leave for the peers
-// before any payload does: behind payload they would queue.
+// Phase 1 of dispatch, and all of notify: where each (token, k) goes. The first blocks of the grid
+// share the tokens out in order; each counts its entries per expert, learns the counts of the
+// blocks before it, and so knows every entry's index among this rank's rows of its expert. Counts
+// leave for the peers before any payload does: behind payload they would queue.
 #pragma once
 
 #include "cuda/operation.cuh"
@@ -22,10 +22,18 @@ JAX_EP_HD constexpr int64_t route_workspace_words(const WindowShape& shape) {
          int64_t{kTileTokens} * shape.num_experts_per_tok;
 }
 
+// Each learns the counts of all, so that few are better while a block has little to count.
+inline int wanted_routing_blocks(int num_tokens) {
+  constexpr int kFew = 16;
+  constexpr int kFewTokens = 1024;
+  return num_tokens <= kFewTokens ? kFew : kMaxRoutingBlocks;
+}
+
 struct RouteArgs {
   const int32_t* topk_idx;  // [T, K]
   int32_t* sanitised;       // [T, K]
   uint32_t* workspace;      // [route_workspace_words]
+  bool in_shared;           // the workspace, or else in device memory, for one block
   int num_blocks;           // that route; at most the grid and kMaxRoutingBlocks
 
   __device__ int32_t* first_tile(const WindowShape& shape) const {
@@ -103,12 +111,33 @@ __device__ inline void clear_workspace(const Operation& op, const RouteArgs& arg
        static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
 }
 
-// What follows the counting.
+// All threads of a routing block, before the operation begins: it hides the latency of both. Device
+// memory may be gone by then, so that a workspace there has to wait.
+__device__ inline void count_ahead(const Operation& op, const RouteArgs& args) {
+  if (!args.in_shared) return;
+  clear_workspace(op, args);
+  __syncthreads();
+  count_entries(op, args);
+}
+// And once it has begun.
+__device__ inline void count_late(const Operation& op, const RouteArgs& args) {
+  if (args.in_shared) return;
+  clear_workspace(op, args);
+  __syncthreads();
+  count_entries(op, args);
+  __syncthreads();
+}
+
+// What follows the counting. `Sink` says who hears of it:
+//   template <class Transport> void send_total(ctx, args, expert, total)   one thread of each block
+//   void keep(ctx, entry, expert, index)      where the entry is none, both are -1
+template <class Sink>
 class Router {
  public:
-  __device__ Router(const OpContext& ctx, const RouteArgs& args)
+  __device__ Router(const OpContext& ctx, const RouteArgs& args, const Sink& sink)
       : ctx_(ctx),
         args_(args),
+        sink_(sink),
         num_experts_(ctx.op.layout.shape.num_experts),
         num_experts_per_tok_(ctx.op.layout.shape.num_experts_per_tok),
         first_(first_token_of(args, ctx.op.num_tokens, blockIdx.x)),
@@ -122,20 +151,13 @@ class Router {
     exchange_counts<Transport>();
     __syncthreads();
     for (int tile = first_; tile < end_; tile += kTileTokens) assign_indices(tile);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      cuda::atomic_ref<uint32_t, kDeviceScope> routed(ctx_.op.state()->blocks_routed.value);
-      routed.fetch_add(1, cuda::memory_order_release);
-    }
   }
 
  private:
-  // starts_: this block's counts become its first index per expert; totals go to the experts'
-  // ranks.
+  // starts_: this block's counts become its first index per expert; the sink gets the totals.
   template <class Transport>
   __device__ void exchange_counts() {
     const int block = static_cast<int>(blockIdx.x);
-    const int experts_per_rank = ctx_.op.layout.shape.experts_per_rank();
     uint64_t* counts = ctx_.op.scratch.block_counts;
     for (int e = threadIdx.x; e < num_experts_; e += blockDim.x) {
       store_relaxed<kDeviceScope>(&counts[int64_t{block} * num_experts_ + e],
@@ -146,11 +168,7 @@ class Router {
       uint32_t total = 0;
       if (!sum_counts(counts + e, &before, &total)) return;
       starts_[e] = before;
-      const int rank = e / experts_per_rank;
-      if (rank % args_.num_blocks != block) continue;
-      const int64_t offset = ctx_.op.layout.dispatch_count(ctx_.chunk_parity(0), ctx_.rank(),
-                                                           e - rank * experts_per_rank);
-      Transport::signal(ctx_, rank, offset, epoch_word(ctx_.epoch, total));
+      sink_.template send_total<Transport>(ctx_, args_, e, total);
     }
   }
 
@@ -191,7 +209,6 @@ class Router {
     const int tokens = min(kTileTokens, end_ - tile);
     const int entries = tokens * num_experts_per_tok_;
     const int64_t first_entry = int64_t{tile} * num_experts_per_tok_;
-    const int experts_per_rank = ctx_.op.layout.shape.experts_per_rank();
     const int32_t* const experts =
         tile == first_ ? args_.first_tile(ctx_.op.layout.shape) : args_.sanitised + first_entry;
     for (int i = threadIdx.x; i < entries; i += blockDim.x) {
@@ -202,13 +219,9 @@ class Router {
     __syncthreads();
     for (int i = threadIdx.x; i < entries; i += blockDim.x) {
       const int expert = experts[i];
-      SendRoute route{-1, kNoRoute};
-      if (expert >= 0) {
-        route.rank = expert / experts_per_rank;
-        const int index = starts_[expert] + bits_before(expert, i / num_experts_per_tok_);
-        route.route = pack_route(expert - route.rank * experts_per_rank, index);
-      }
-      ctx_.op.scratch.routes[first_entry + i] = route;
+      int index = -1;
+      if (expert >= 0) index = starts_[expert] + bits_before(expert, i / num_experts_per_tok_);
+      sink_.keep(ctx_, first_entry + i, expert, index);
     }
     if (tile + kTileTokens >= end_) return;
     __syncthreads();
@@ -230,6 +243,7 @@ class Router {
 
   const OpContext& ctx_;
   const RouteArgs& args_;
+  const Sink& sink_;
   const int num_experts_;
   const int num_experts_per_tok_;
   const int first_;  // tokens of this block
@@ -237,5 +251,41 @@ class Router {
   uint32_t* const starts_;  // [E]
   uint32_t* const masks_;   // [kMaskWords, E]
 };
+
+// Totals go to the experts' ranks, routes to scratch.
+struct DispatchSink {
+  template <class Transport>
+  __device__ void send_total(const OpContext& ctx, const RouteArgs& args, int expert,
+                             uint32_t total) const {
+    const int experts_per_rank = ctx.op.layout.shape.experts_per_rank();
+    const int rank = expert / experts_per_rank;
+    if (rank % args.num_blocks != static_cast<int>(blockIdx.x)) return;
+    const int64_t offset = ctx.op.layout.dispatch_count(ctx.chunk_parity(0), ctx.rank(),
+                                                        expert - rank * experts_per_rank);
+    Transport::signal(ctx, rank, offset, epoch_word(ctx.epoch, total));
+  }
+  __device__ void keep(const OpContext& ctx, int64_t entry, int expert, int index) const {
+    const int experts_per_rank = ctx.op.layout.shape.experts_per_rank();
+    SendRoute route{-1, kNoRoute};
+    if (expert >= 0) {
+      route.rank = expert / experts_per_rank;
+      route.route = pack_route(expert - route.rank * experts_per_rank, index);
+    }
+    ctx.op.scratch.routes[entry] = route;
+  }
+};
+
+// All threads of a routing block of a dispatch that has begun.
+template <class Transport>
+__device__ void route_entries(const OpContext& ctx, const RouteArgs& args) {
+  count_late(ctx.op, args);
+  const DispatchSink sink;
+  Router<DispatchSink>(ctx, args, sink).template run<Transport>();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    cuda::atomic_ref<uint32_t, kDeviceScope> routed(ctx.op.state()->blocks_routed.value);
+    routed.fetch_add(1, cuda::memory_order_release);
+  }
+}
 
 }  // namespace jax_ep::gpu

@@ -30,6 +30,7 @@ struct Mailbox {
   uint64_t faults_found;
   uint64_t first_fault;  // see pack_fault; the first since the host last took them
   uint64_t faults_taken;
+  uint32_t poison;  // 1 + the rank that gave up, once an operation of ours has seen it
 };
 
 // One fault of the data in 64 bits, ordered by token, then k. Never zero.

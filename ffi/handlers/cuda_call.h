@@ -34,6 +34,12 @@ inline const CudaRank& rank_of(const CudaResolved& resolved) {
   return resolved.buffer->group(resolved.place.group).rank(resolved.place.rank);
 }
 
+// Processes instantiate call sites each in its own order, so that their tags cannot tell sites
+// apart.
+inline Site site_for_tags(const CudaCall& call, const CudaResolved& resolved) {
+  return resolved.buffer->is_shared() ? Site{0} : *call.site;
+}
+
 // Before a launch: counts it, and whether XLA is recording it for a graph.
 void count_launch(const CudaCall& call, CudaBuffer& buffer);
 // After it. One that failed stops the other ranks.

@@ -20,8 +20,8 @@ using ffi::AnyBuffer;
 // A start and its done are two sites of a program, whose tags must be equal: the done compares
 // peers' tags, which are those of their starts, with its own.
 template <class Operands>
-OpTag tag_of(const CudaCall& call, const Operands& operands) {
-  return operands.tag(operands.half == Half::kWhole ? *call.site : Site{0});
+OpTag tag_of(const CudaCall& call, const CudaResolved& resolved, const Operands& operands) {
+  return operands.tag(operands.half == Half::kWhole ? site_for_tags(call, resolved) : Site{0});
 }
 
 template <class Operands>
@@ -61,8 +61,8 @@ ffi::Error dispatch(const CudaCall& call, const LowLatencyDispatchOperands& oper
   const DeviceGuard guard(call.device_ordinal);
   const CudaRank& rank = rank_of(resolved);
   LlDispatchParams params{};
-  params.op =
-      rank.operation(tag_of(call, operands), kDispatchChannel, data<const int32_t>(operands.rank));
+  params.op = rank.operation(tag_of(call, resolved, operands), kDispatchChannel,
+                             data<const int32_t>(operands.rank));
   params.output = output_of(operands.float8);
   params.power_of_two_scales = operands.float8.format() == ScaleFormat::kPowerOfTwo;
   params.scales = operands.float8.scales_data();
@@ -88,8 +88,8 @@ ffi::Error combine(const CudaCall& call, const LowLatencyCombineOperands& operan
   const DeviceGuard guard(call.device_ordinal);
   const CudaRank& rank = rank_of(resolved);
   LlCombineParams params{};
-  params.op =
-      rank.operation(tag_of(call, operands), kCombineChannel, data<const int32_t>(operands.rank));
+  params.op = rank.operation(tag_of(call, resolved, operands), kCombineChannel,
+                             data<const int32_t>(operands.rank));
   params.plan = plan_ll_combine(resolved.buffer->shape(), operands.num_tokens(), rank.num_sms(),
                                 rank.limits());
   params.turn = turn_of(operands);
@@ -118,8 +118,8 @@ ffi::Error combine_grad(const CudaCall& call, const LowLatencyCombineGradOperand
   params.turn.order_token = data<float>(operands.token.out);
   params.num_blocks = plan_ll_combine_grad(operands.num_tokens(), rank.num_sms());
   CombineGradParams& grad = params.grad;
-  grad.op =
-      rank.operation(operands.tag(*call.site), kDispatchChannel, data<const int32_t>(base.rank));
+  grad.op = rank.operation(operands.tag(site_for_tags(call, resolved)), kDispatchChannel,
+                           data<const int32_t>(base.rank));
   grad.g = data<const char>(base.g);
   grad.topk_idx = data<const int32_t>(base.topk_idx);
   grad.recv_rows = data<const int32_t>(base.recv_rows);

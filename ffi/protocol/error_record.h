@@ -7,8 +7,15 @@
 
 namespace jax_ep {
 
-// kUsage: this rank's own program began or ended an operation out of turn.
-enum class ErrorKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kUsage = 3 };
+// kUsage: this rank's own program began or ended an operation out of turn. kPeerLeft: a timeout
+// that need not be waited for, since the peer's process is there no more.
+enum class ErrorKind : uint32_t {
+  kNone = 0,
+  kTimeout = 1,
+  kMismatch = 2,
+  kUsage = 3,
+  kPeerLeft = 4,
+};
 
 // The step of the protocol that a rank was waiting in.
 enum class WaitFor : uint32_t {

@@ -48,6 +48,11 @@ std::string describe(const ErrorRecord& record, double timeout_s) {
   }
   text << "EpTimeoutError: ";
   describe_place(text, record);
+  if (record.kind == ErrorKind::kPeerLeft) {
+    text << " waits for rank " << record.peer << " (" << wait_name(record.wait)
+         << "), whose process will send nothing more." << kReset;
+    return text.str();
+  }
   text << " waited " << timeout_s << " s for rank " << record.peer << " (" << wait_name(record.wait)
        << "; expected " << record.expected << ", seen " << record.seen << ").";
   if (record.wait == WaitFor::kStart) {

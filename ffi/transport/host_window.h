@@ -1,4 +1,5 @@
-// Windows of a group whose ranks all live in this process: plain memory, reached by pointers.
+// Windows of a group whose ranks live in this process or on this host: memory of the process, or a
+// part of a segment that several share, reached by pointers.
 #pragma once
 
 #include <cstdlib>
@@ -11,14 +12,17 @@ namespace jax_ep {
 
 class HostWindows {
  public:
-  // Throws std::bad_alloc when the memory cannot be had.
-  explicit HostWindows(const WindowLayout& layout);
+  // shared: zeroed, shared_bytes(layout) on a page, the same in every process; null: memory of this
+  // process. Throws std::bad_alloc when the memory cannot be had.
+  explicit HostWindows(const WindowLayout& layout, char* shared = nullptr);
+
+  static int64_t shared_bytes(const WindowLayout& layout);
 
   Window view(int rank) const;
 
-  // Back to the state at creation: no epoch was sent, nobody is poisoned. The caller knows that no
-  // operation is running.
-  void clear_signals();
+  // Back to the state at creation: nothing was sent to these ranks, and they are not poisoned. The
+  // caller knows that no operation is running anywhere.
+  void clear_signals(const std::vector<int>& ranks);
 
  private:
   struct Free {

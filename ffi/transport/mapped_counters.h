@@ -16,7 +16,7 @@ class MappedCounters {
   MappedCounters(HostWords host, DeviceWords device, Release release)
       : host_(host), device_(device), release_(release) {}
   ~MappedCounters() {
-    if (host_.first != nullptr) release_(host_);
+    if (exist()) release_(host_);
   }
   MappedCounters(MappedCounters&& other) noexcept
       : host_(std::exchange(other.host_, {})), device_(other.device_), release_(other.release_) {}
@@ -24,6 +24,10 @@ class MappedCounters {
   MappedCounters& operator=(const MappedCounters&) = delete;
   MappedCounters& operator=(MappedCounters&&) = delete;
 
+  // Of a rank in another process: that one has them.
+  static MappedCounters none() { return MappedCounters({}, {}, nullptr); }
+
+  bool exist() const { return host_.first != nullptr; }
   HostWords host() const { return host_; }
   DeviceWords device() const { return device_; }
 

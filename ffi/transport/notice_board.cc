@@ -52,6 +52,11 @@ void NoticeBoard::take_ready(uint32_t ticket, NoticeReading* reading) const {
   for (size_t next = reading->values.size(); next < num_values; next = reading->values.size()) {
     const auto place = static_cast<int>(next / slot_words);
     const auto counter = static_cast<int64_t>(next % slot_words);
+    if (!counters_[place].exist()) {
+      reading->state = CounterState::kReady;
+      reading->values.resize(next + slot_words);
+      continue;
+    }
     uint64_t* address = counters_[place].host().first + layout_.first_word(ticket) + counter;
     const uint64_t word =
         atomic64(reinterpret_cast<char*>(address)).load(std::memory_order_acquire);

@@ -20,12 +20,13 @@ struct NoticeReading {
   int rank = 0;
   int64_t counter = 0;           // 0: rows received by the rank; 1 + expert: rows of that expert
   uint32_t seen = kNoTicket;     // the ticket found in its place
-  std::vector<uint32_t> values;  // when ready: [group][rank][1 + E]
+  std::vector<uint32_t> values;  // when ready: [group][rank][1 + E], 0 of ranks without counters
 };
 
 class NoticeBoard {
  public:
   using Clock = std::chrono::steady_clock;
+  // Gives MappedCounters::none() for a rank of another process.
   using Allocate = std::function<MappedCounters(int group, int rank, int64_t num_words)>;
 
   NoticeBoard(int num_groups, int num_ranks, int num_experts, const Allocate& allocate);

@@ -91,6 +91,23 @@ def test_ten_thousand_epochs(num_gpus, rng, chunk):
     assert stats["dispatch_epochs"] == stats["combine_epochs"] == 2 * num_steps * epochs_per_op
 
 
+def test_the_cost_of_an_epoch_stays_flat(num_gpus, rng):
+    """The last 2,000 of 12,000 epochs take as long as the first after those that warm up."""
+    case, num_steps = gpu_world.on_ranks(CASE, num_gpus), NUM_STEPS // 5
+    with gpu_world.make_buffer(case) as buffer:
+        soak = make_soak(buffer, case, num_steps)
+        arguments = soak_arguments(buffer, case, num_steps, rng)
+        seconds = []
+        for _ in range(6):
+            start = time.perf_counter()
+            jax.block_until_ready(soak(*arguments))
+            seconds.append(time.perf_counter() - start)
+        assert buffer.check() is None
+    microseconds = [1e6 * took / num_steps for took in seconds[1:]]
+    print(f"us a step: {', '.join(f'{us:.1f}' for us in microseconds)}")
+    assert max(microseconds) < 1.2 * min(microseconds)
+
+
 def test_sizes_of_calls_may_vary(num_gpus, rng):
     """One buffer, calls with other T in any order, with and without several epochs."""
     largest = dataclasses.replace(gpu_world.on_ranks(CASE, num_gpus), T=257, chunk=50)

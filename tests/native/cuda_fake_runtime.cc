@@ -74,6 +74,19 @@ cudaError_t cudaFree(void* memory) {
   std::free(memory);
   return cudaSuccess;
 }
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
+  std::memcpy(handle->reserved, &memory, sizeof(memory));
+  return cudaSuccess;
+}
+cudaError_t cudaIpcOpenMemHandle(void** memory, cudaIpcMemHandle_t handle, unsigned) {
+  std::memcpy(memory, handle.reserved, sizeof(*memory));
+  ++fake_cuda().mapped;
+  return cudaSuccess;
+}
+cudaError_t cudaIpcCloseMemHandle(void*) {
+  --fake_cuda().mapped;
+  return cudaSuccess;
+}
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* all_bytes) {
   *all_bytes = static_cast<size_t>(fake_cuda().memory_bytes);
   *free_bytes = *all_bytes - static_cast<size_t>(fake_cuda().used_bytes);

@@ -9,6 +9,7 @@ struct FakeCuda {
   bool peers_reachable = true;
   int64_t memory_bytes = int64_t{1} << 40;  // of all devices together
   int64_t used_bytes = 0;
+  int mapped = 0;   // allocations, by other processes
   int busy_ms = 0;  // how long a device takes to become idle
 };
 FakeCuda& fake_cuda();

@@ -8,6 +8,7 @@
 #include "cuda_faults.h"
 #include "cuda_ll_cases.h"
 #include "cuda_ll_timing.h"
+#include "cuda_notify.h"
 #include "cuda_timing.h"
 #include "cuda_unexpanded.h"
 
@@ -79,6 +80,7 @@ int64_t run_checks(const std::vector<Case>& table, uint64_t seed, int rounds, do
       const bool pauses = round % 2 == 1;
       bad += check_round(world, pauses, where);
       bad += check_unexpanded(world, pauses, where);
+      bad += check_notify(world, pauses, where);
     }
     std::printf("%-18s %s\n", c.name, bad == 0 ? "ok" : "WRONG");
     std::fflush(stdout);
@@ -112,6 +114,7 @@ int main(int argc, char** argv) {
     } else if (mode == "check") {
       wrong = run_checks(cases(num_devices), seed, 4, 2.0);
       wrong += run_fault_checks(seed, num_devices);
+      wrong += run_notify_faults(seed);
     } else {
       wrong = run_timings(seed, num_devices);
     }

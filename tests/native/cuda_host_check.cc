@@ -19,6 +19,7 @@ namespace jax_ep::gpu {
 
 // In place of what nvcc compiles.
 cudaError_t prepare_dispatch() { return cudaSuccess; }
+cudaError_t prepare_notify() { return cudaSuccess; }
 cudaError_t prepare_combine() { return cudaSuccess; }
 cudaError_t prepare_combine_grad() { return cudaSuccess; }
 cudaError_t prepare_ll_dispatch() { return cudaSuccess; }
@@ -50,6 +51,10 @@ CudaBufferOptions options(std::vector<std::vector<int>> ordinals) {
   return {std::move(ordinals), 8, 2, 1024, 2, 16, 64, 0.2, 77, 0};
 }
 
+std::shared_ptr<CudaBuffer> make_buffer(const CudaBufferOptions& asked) {
+  return create_cuda_buffer(next_cuda_buffer_id(), asked);
+}
+
 Operation operation_of(CudaBuffer& buffer, int rank) {
   return buffer.group(0).rank(rank).operation({OpKind::kDispatch, 40, 3, 9}, kDispatchChannel,
                                               nullptr);
@@ -73,7 +78,7 @@ void expect_error(Make make, const std::string& part) {
 }
 
 void check_operations() {
-  const auto buffer = create_cuda_buffer(options({{0, 1}}));
+  const auto buffer = make_buffer(options({{0, 1}}));
   const Operation first = operation_of(*buffer, 0);
   const Operation second = operation_of(*buffer, 1);
   CHECK(buffer->id() > int64_t{1} << 32);
@@ -91,7 +96,7 @@ void check_operations() {
 }
 
 void check_reports() {
-  const auto buffer = create_cuda_buffer(options({{0, 1}}));
+  const auto buffer = make_buffer(options({{0, 1}}));
   CudaGroup& group = *buffer->groups()[0];
   const Operation first = operation_of(*buffer, 0);
   const Operation second = operation_of(*buffer, 1);
@@ -129,7 +134,7 @@ void check_low_latency() {
   CudaBufferOptions asked = options({{0, 1}});
   asked.low_latency = true;
   asked.tokens_per_epoch = asked.max_tokens_per_rank;
-  const auto buffer = create_cuda_buffer(asked);
+  const auto buffer = make_buffer(asked);
   const CudaGroup& group = buffer->group(0);
   const Operation op = operation_of(*buffer, 0);
   CHECK(op.layout.shape.records && op.num_chunks == 1);
@@ -160,8 +165,35 @@ void check_low_latency() {
   close_cuda_buffer(buffer->id());
 }
 
+// Each rank has counters of its own, at an address for either side, and the host reads what
+// kernels leave there.
+void check_notices() {
+  using Clock = NoticeBoard::Clock;
+  const auto buffer = make_buffer(options({{0, 1}}));
+  NoticeBoard& board = buffer->notices();
+  const NoticeLayout notice{8};
+  const uint32_t ticket = board.next_ticket();
+  CHECK(ticket == 1 && board.next_ticket() == 2);
+  const auto tell = [&](int rank, uint32_t given, uint32_t rows) {
+    uint64_t* words = board.counters(0, rank).first;
+    words[notice.recv_tokens(given)] = ticket_word(given, rows);
+    for (int e = 0; e < 8; ++e) words[notice.expert_tokens(given, e)] = ticket_word(given, e);
+  };
+  CHECK(board.counters(0, 0).first != board.counters(0, 1).first);
+  tell(0, ticket, 5);
+  const NoticeReading pending = board.read(ticket, Clock::now());
+  CHECK(pending.state == CounterState::kPending && pending.rank == 1 && pending.counter == 0);
+  tell(1, ticket, 6);
+  const NoticeReading ready = board.read(ticket, Clock::now());
+  CHECK(ready.state == CounterState::kReady && ready.values.size() == 18);
+  CHECK(ready.values[0] == 5 && ready.values[9] == 6 && ready.values[17] == 7);
+  tell(0, ticket + kNoticeSlots, 9);
+  CHECK(board.read(ticket, Clock::now()).state == CounterState::kReused);
+  close_cuda_buffer(buffer->id());
+}
+
 void check_groups_of_one() {
-  const auto buffer = create_cuda_buffer(options({{0}, {1}}));
+  const auto buffer = make_buffer(options({{0}, {1}}));
   CHECK(buffer->window_bytes() == 0 && buffer->groups().size() == 2);
   CHECK(buffer->find_device(1)->group == 1 && !buffer->find_device(2));
   // Signals have room, payload has none.
@@ -175,7 +207,7 @@ void check_groups_of_one() {
 
 void check_closing() {
   const int64_t used = fake_cuda().used_bytes;
-  const auto buffer = create_cuda_buffer(options({{0, 1}}));
+  const auto buffer = make_buffer(options({{0, 1}}));
   const Operation op = operation_of(*buffer, 0);
   const int64_t id = buffer->id();
   CHECK(find_cuda_buffer(id) == buffer);
@@ -185,11 +217,11 @@ void check_closing() {
   CHECK(op.peers->open == 0);  // still there for graphs that are replayed
   CHECK(op.scratch.state->error_claimed == 0);
   CHECK(fake_cuda().used_bytes - used < 40'000);
-  CHECK(create_cuda_buffer(options({{0, 1}}))->id() > id);
+  CHECK(make_buffer(options({{0, 1}}))->id() > id);
 }
 
 void check_a_device_that_stays_busy() {
-  const auto buffer = create_cuda_buffer(options({{0, 1}}));
+  const auto buffer = make_buffer(options({{0, 1}}));
   const int64_t used = fake_cuda().used_bytes;
   fake_cuda().busy_ms = 60'000;
   const auto begin = std::chrono::steady_clock::now();
@@ -204,23 +236,22 @@ void check_a_device_that_stays_busy() {
 void check_refusals() {
   CudaBufferOptions asked = options({{0, 1}});
   asked.num_sms = 101;
-  expect_error<std::invalid_argument>([&] { create_cuda_buffer(asked); },
+  expect_error<std::invalid_argument>([&] { make_buffer(asked); },
                                       "num_sms=101 is too many: GPU 0 has 132");
   asked.num_sms = 100;
-  close_cuda_buffer(create_cuda_buffer(asked)->id());
-  expect_error<std::invalid_argument>([&] { create_cuda_buffer(options({{5}})); },
+  close_cuda_buffer(make_buffer(asked)->id());
+  expect_error<std::invalid_argument>([&] { make_buffer(options({{5}})); },
                                       "GPU 5 is not among the 2");
   fake_cuda().peers_reachable = false;
-  expect_error<std::invalid_argument>([&] { create_cuda_buffer(options({{0, 1}})); },
+  expect_error<std::invalid_argument>([&] { make_buffer(options({{0, 1}})); },
                                       "GPU 0 cannot access the memory of GPU 1");
   fake_cuda().peers_reachable = true;
 
   const int64_t used = fake_cuda().used_bytes;
-  const int64_t window =
-      operation_of(*create_cuda_buffer(options({{0, 1}})), 0).layout.total_bytes();
+  const int64_t window = operation_of(*make_buffer(options({{0, 1}})), 0).layout.total_bytes();
   const int64_t taken = fake_cuda().used_bytes;
   fake_cuda().memory_bytes = taken + window + window / 2;
-  expect_error<CudaError>([&] { create_cuda_buffer(options({{0, 1}})); },
+  expect_error<CudaError>([&] { make_buffer(options({{0, 1}})); },
                           "chunk_tokens=16 (by default min(max_tokens_per_rank, 4096)) and rows of "
                           "2048 bytes (hidden * itemsize) needs " +
                               std::to_string(window) + " bytes on GPU 1");
@@ -232,14 +263,66 @@ void check_refusals() {
 }  // namespace
 }  // namespace jax_ep::gpu
 
+namespace jax_ep::gpu {
+namespace {
+
+// Two buffers stand for those of two processes with a rank each.
+void check_ranks_of_several_processes() {
+  const auto first = make_buffer(options({{0, -1}}));
+  const auto second = make_buffer(options({{-1, 1}}));
+  CHECK(first->is_shared() && second->is_shared() && !make_buffer(options({{0, 1}}))->is_shared());
+  CHECK(first->find_device(0) && !first->find_device(1));
+  expect_error<std::invalid_argument>([&] { first->join({}); }, "memory of rank 1");
+  expect_error<std::invalid_argument>([&] { first->join({"short"}); }, "5 bytes");
+  const std::vector<std::string> offers{first->offer(), second->offer()};
+  first->join(offers);
+  second->join(offers);
+  const Operation here = operation_of(*first, 0);
+  const Operation there = operation_of(*second, 1);
+  for (int rank = 0; rank < 2; ++rank) {
+    CHECK(here.peers->window[rank] == there.peers->window[rank]);
+    CHECK(here.peers->control[rank] == there.peers->control[rank]);
+  }
+  CHECK(here.peers->open == 1 && there.peers->open == 1 && first->num_sms() > 0);
+
+  first->abort(OpKind::kCombine, "EpUsageError: why");
+  CHECK(word(there, there.control_layout().poison()) != 0 && !second->group(0).refusal());
+  there.mailbox->poison = 1;  // an operation there has seen it
+  CHECK(second->group(0).refusal()->rfind("EpTimeoutError: rank 1 stopped, because rank 0", 0) ==
+        0);
+  CHECK(second->group(0).error_records()[0].first.peer == 0);
+  second->reset();
+  first->reset();
+  CHECK(!second->group(0).refusal() && !first->group(0).refusal());
+
+  // A window goes only when the other process has unmapped it.
+  const int64_t window_bytes = here.layout.total_bytes();
+  const int64_t before = fake_cuda().used_bytes;
+  CHECK(second->group(0).ranks_gone().empty());
+  close_cuda_buffer(first->id());
+  free_what_all_have_left();
+  CHECK(second->group(0).ranks_gone() == std::vector<int>{0});
+  CHECK(before - fake_cuda().used_bytes < window_bytes);
+  CHECK(fake_cuda().mapped == 2);  // the second's, of both kinds
+  close_cuda_buffer(second->id());
+  CHECK(fake_cuda().mapped == 0);
+  free_what_all_have_left();
+  CHECK(before - fake_cuda().used_bytes >= 2 * window_bytes);
+}
+
+}  // namespace
+}  // namespace jax_ep::gpu
+
 int main() {
   using namespace jax_ep::gpu;
   check_operations();
   check_reports();
   check_low_latency();
+  check_notices();
   check_groups_of_one();
   check_closing();
   check_refusals();
+  check_ranks_of_several_processes();
   check_a_device_that_stays_busy();
   std::printf("fine\n");
   std::fflush(stdout);

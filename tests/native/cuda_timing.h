@@ -1,7 +1,7 @@
 // Device time of each operation: events around a run of launches, the slowest rank.
 #pragma once
 
-#include "cuda_checks.h"
+#include "cuda_notify.h"
 
 namespace jax_ep::gpu::test {
 
@@ -40,11 +40,13 @@ inline int64_t time_shape(uint64_t seed, int num_tokens, const std::vector<int>&
   c.capacity = Capacity::kTight;
   c.num_sms = 64;
   World world(c, seed, 2.0);
-  const int64_t wrong = check_round(world, false, "timing shape");
+  int64_t wrong = check_notify(world, false, "timing shape");
+  wrong += check_round(world, false, "timing shape");
   std::printf(
-      "T=%d H=7168 K=8 E=256 bf16, us (each twice)\n%5s %15s %15s %15s %15s %15s %15s %15s %15s\n",
+      "T=%d H=7168 K=8 E=256 bf16, us (each twice)\n%5s %15s %15s %15s %15s %15s %15s %15s %15s "
+      "%15s %15s\n",
       num_tokens, "SMs", "dispatch", "combine", "with scalars", "combine_grad", "unexpanded",
-      "plain dispatch", "plain combine", "plain c_grad");
+      "notify", "notify, routed", "plain dispatch", "plain combine", "plain c_grad");
   for (int num_sms : all_sms) {
     std::printf("%5d", num_sms);
     const auto show = [&](auto launch) {
@@ -59,6 +61,11 @@ inline int64_t time_shape(uint64_t seed, int num_tokens, const std::vector<int>&
       show([&](int r) { world.combine_grad(r); });
       if (!bulk) continue;
       show([&](int r) { world.dispatch(r, false); });
+      show([&](int r) { world.notify(r); });
+      show([&](int r) {
+        world.notify(r);
+        world.dispatch(r, true, 0, true);
+      });
     }
     std::printf("\n");
     std::fflush(stdout);

@@ -18,7 +18,9 @@
 #include "cuda/combine_grad.h"
 #include "cuda/cuda_rank.h"
 #include "cuda/dispatch.h"
+#include "cuda/notify.h"
 #include "protocol/epochs.h"
+#include "transport/cuda_counters.h"
 #include "transport/cuda_memory.h"
 
 namespace jax_ep::gpu::test {
@@ -114,6 +116,10 @@ struct RankData {
   // Without expansion: one row a message, as dispatch's output and as combine's input.
   Array<char> slots;
   Array<int32_t> row_map;
+  // Notify: its operand, what it gives the program, and where it tells the host.
+  Array<uint32_t> ticket;
+  Array<int32_t> row_index, counts;
+  std::unique_ptr<MappedCounters> counters;
 };
 
 class World {
@@ -140,6 +146,8 @@ class World {
       rank.rank = std::make_unique<CudaRank>(
           rank.device, r, CudaSettings{layout_, std::max(1, c.num_tokens), 0, timeout});
       rank.rank_operand.put({r});
+      rank.counters = std::make_unique<MappedCounters>(
+          make_mapped_counters(rank.device, NoticeLayout{c.num_experts}.num_words()));
     }
     open();
   }
@@ -198,6 +206,8 @@ class World {
       d.recv_rows.resize(entries() * c_.num_ranks);
       d.slots.resize(num_slots() * row_bytes());
       d.row_map.resize(capacity);
+      d.row_index.resize(entries());
+      d.counts.resize(int64_t{c_.num_ranks} * c_.num_experts);
     }
   }
 
@@ -210,7 +220,7 @@ class World {
       for (Array<char>* rows : {&d.tokens, &d.slots, &d.out, &d.d_y}) rows->poison();
       for (Array<float>* row : {&d.weights, &d.scalars, &d.d_row_weights}) row->poison();
       for (Array<int32_t>* row : {&d.group_sizes, &d.valid_sizes, &d.num_dropped, &d.sanitised,
-                                  &d.recv_rows, &d.row_map}) {
+                                  &d.recv_rows, &d.row_map, &d.row_index, &d.counts}) {
         row->poison();
       }
       if (c_.num_ranks == 1) continue;
@@ -249,7 +259,24 @@ class World {
     return ranks_[r].rank->operation(tag, channel, ranks_[r].rank_operand.get());
   }
 
-  void dispatch(int r, bool expand = true, uint64_t site = 0) {
+  // Leaves a routing in sanitised, row_index and counts, and tells the host under d.ticket.
+  void notify(int r, uint64_t site = 0) {
+    use(r);
+    RankData& d = ranks_[r];
+    NotifyParams p{};
+    p.op = operation(r, OpKind::kNotify, kDispatchChannel, site);
+    p.plan = plan_notify(layout_.shape, c_.num_tokens, num_sms(r), limits(r));
+    p.topk_idx = d.topk.get();
+    p.ticket = d.ticket.get();
+    p.sanitised_idx = d.sanitised.get();
+    p.row_index = d.row_index.get();
+    p.counts = d.counts.get();
+    p.counters = d.counters->device();
+    check(launch_notify(p, d.stream), "launch notify");
+  }
+
+  // routed: along the routing that notify() has left.
+  void dispatch(int r, bool expand = true, uint64_t site = 0, bool routed = false) {
     use(r);
     RankData& d = ranks_[r];
     DispatchParams p{};
@@ -270,6 +297,12 @@ class World {
     p.expert_alignment = c_.alignment;
     p.zero_tail = c_.zero_tail;
     p.row_type = c_.type;
+    if (routed) {
+      p.topk_idx = d.sanitised.get();
+      p.sanitised_idx = nullptr;
+      p.row_index = d.row_index.get();
+      p.counts = d.counts.get();
+    }
     check(launch_dispatch(p, d.stream), "launch dispatch");
   }
 

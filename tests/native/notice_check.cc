@@ -34,6 +34,13 @@ NoticeBoard make_board() {
                      [](int, int, int64_t words) { return make_process_counters(words); });
 }
 
+// Of this process are the ranks from 1 on of group 1.
+NoticeBoard make_partial_board() {
+  return NoticeBoard(kGroups, kRanks, kExperts, [](int group, int rank, int64_t words) {
+    return group == 1 && rank > 0 ? make_process_counters(words) : MappedCounters::none();
+  });
+}
+
 uint32_t value_of(uint32_t ticket, int place, int64_t counter) {
   return ticket * 2654435761u + static_cast<uint32_t>(place * 64 + counter);
 }
@@ -89,6 +96,25 @@ void check_missing() {
   expect_values(read(board, ticket), ticket);
 }
 
+// Ranks of other processes are not waited for.
+void check_partial() {
+  const NoticeBoard board = make_partial_board();
+  const uint32_t ticket = 9;
+  for (int rank = 1; rank < kRanks; ++rank) {
+    const NoticeReading reading = read(board, ticket);
+    EXPECT(reading.state == CounterState::kPending && reading.group == 1 && reading.rank == rank);
+    write(board, ticket, kRanks + rank);
+  }
+  const NoticeReading reading = read(board, ticket);
+  EXPECT(reading.state == CounterState::kReady);
+  EXPECT(reading.values.size() == kGroups * kRanks * (1 + kExperts));
+  for (size_t at = 0; at < reading.values.size(); ++at) {
+    const auto place = static_cast<int>(at / (1 + kExperts));
+    EXPECT(reading.values[at] ==
+           (place <= kRanks ? 0 : value_of(ticket, place, at % (1 + kExperts))));
+  }
+}
+
 // A later ticket takes the place, also when the earlier one's operation comes after it.
 void check_reuse(uint32_t early) {
   const uint32_t late = early + kNoticeSlots;
@@ -136,6 +162,7 @@ void check_concurrency() {
 int main() {
   check_tickets();
   check_missing();
+  check_partial();
   check_reuse(5);
   check_reuse(UINT32_MAX - 7);
   check_saturation();

@@ -186,7 +186,15 @@ def _fake_mesh(fakes):
 def test_devices_of_other_processes():
     near, far = (_FakeDevice(d, process_index=p) for p, d in enumerate(jax.devices("cpu")[:2]))
     mesh = _fake_mesh([near, far])
-    with pytest.raises(jax_ep.EpUsageError, match=r"mesh has 1 devices of other processes.*local"):
+    with pytest.raises(
+        jax_ep.EpUsageError, match=r"processes \(0, 1\).*jax.distributed.initialize"
+    ):
+        jax_ep.Buffer(mesh, "expert", programs.make_config(CASE))
+
+
+def test_devices_none_of_which_are_of_this_process():
+    mesh = _fake_mesh([_FakeDevice(device, process_index=3) for device in jax.devices("cpu")[:2]])
+    with pytest.raises(jax_ep.EpUsageError, match=r"processes \[3\] and none of this one, 0; make"):
         jax_ep.Buffer(mesh, "expert", programs.make_config(CASE))
 
 

@@ -66,7 +66,7 @@ def test_wire_rows_are_counted_from_the_routing():
 
 def test_the_table_has_what_counts():
     names = [point.name for point in points.DEFAULT]
-    assert len(names) == len(set(names)) <= 44
+    assert len(names) == len(set(names)) <= 46
     by_name = dict(zip(names, points.DEFAULT, strict=True))
     for num_sms in (24, 48, 64):
         assert {"dispatch", "combine"} <= set(by_name[f"T4096-H7168-K8-{num_sms}sm"].ops)
@@ -85,7 +85,9 @@ def test_the_table_has_what_counts():
     decode = {(p.T, p.num_sms) for p in points.DEFAULT if p.systems == points.LOW_LATENCY}
     assert {(128, None), (8, None)} < decode
     measured = {system for point in points.DEFAULT for system in point.systems}
-    assert {*points.XLA, *points.RAGGED, *points.BOTH_NATIVE, *points.LOW_LATENCY} == measured
+    groups = (points.XLA, points.RAGGED, points.BOTH_NATIVE, points.LOW_LATENCY, points.NOTIFIED)
+    assert {system for group in groups for system in group} == measured
+    assert by_name["T4096-H7168-K8-notified"].ops == points.NOTIFY
     shapes = {(point.T, point.H, point.K, point.num_sms) for point in points.default(2, full=True)}
     assert len(shapes) == 4 * 3 * 3 * 6
     assert all(point.T >= 1024 for point in points.default(1))
@@ -305,6 +307,7 @@ def test_the_plan_for_gpus_runs_on_cpus(monkeypatch):
     table = (
         points.Point(**small, num_sms=24, systems=points.BOTH_NATIVE),
         points.Point(**small, systems=points.XLA),
+        points.Point(**small, num_sms=24, systems=points.NOTIFIED, ops=points.NOTIFY),
     )
     monkeypatch.setattr(points, "DEFAULT", table)
     chosen, settings = plan.make(options_of(), 0)
@@ -327,6 +330,9 @@ def test_the_plan_for_gpus_runs_on_cpus(monkeypatch):
         assert record["num_sms"] == (24 if is_ours else None)
         if record["system"] == "floor":
             continue
+        if record["op"] == "notify":  # sends no row
+            assert (record["wire_bytes"], record["floor_fraction"]) == (0, None)
+            continue
         assert record["row_copies"] == 0 or not is_ours
         if is_ours and record["op"] == "dispatch":
             assert record["glue_us"] == 0.0
@@ -341,7 +347,8 @@ def test_the_plan_for_gpus_runs_on_cpus(monkeypatch):
 def wanted() -> list[tuple[str, str]]:
     systems = ("native", *points.XLA, "floor")
     one_way = [(op, system) for op in points.ONE_WAY for system in systems]
-    return [*one_way, ("dispatch", "native_unexpanded")]
+    notified = [("dispatch", "native"), ("dispatch", "native_notified")]
+    return [*one_way, ("dispatch", "native_unexpanded"), *notified, ("notify", "native_notified")]
 
 
 def test_too_many_ranks_are_refused():

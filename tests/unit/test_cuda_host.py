@@ -38,6 +38,7 @@ def test_buffers_on_a_fake_runtime(tmp_path):
     paths += sorted((build.FFI / "cuda").glob("cuda_*.cc"))
     paths += sorted((build.FFI / "transport").glob("cuda_*.cc"))
     paths += [build.FFI / "cuda" / "ll_window.cc", build.FFI / "protocol" / "error_text.cc"]
+    paths += [build.FFI / "transport" / "notice_board.cc"]
     objects = build.compile_objects([build.Source(path, flags) for path in paths], tmp_path)
     program = tmp_path / "cuda_host_check"
     build.link(objects, program, memory if build.works_with(*memory) else ())
