@@ -14,10 +14,12 @@ import jax_ep
 
 from .workload import AXIS, Sizes, Workload
 
+SCALE_GROUP = 128  # channels that share a scale
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("tokens", "weights", "group_sizes", "num_dropped", "handle", "token"),
+    data_fields=("tokens", "weights", "group_sizes", "num_dropped", "handle", "token", "scales"),
     meta_fields=(),
 )
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Sent:
     num_dropped: jax.Array
     handle: Any
     token: jax.Array
+    scales: jax.Array | None
 
 
 @contextlib.contextmanager
@@ -40,6 +43,8 @@ def open_buffer(
     workload: Workload,
     mesh: Mesh,
     num_sms: int | None,
+    *,
+    quantize: str | None = None,
 ) -> Iterator[Any]:
     """Operations on a buffer of their own.
 
@@ -48,6 +53,7 @@ def open_buffer(
         make_operations: ``systems.Operations``.
         timeout_s: of the buffer, on GPUs.
         workload, mesh, num_sms: as ``System.open`` takes them.
+        quantize: how dispatch is to do so; its results are then values and scales.
     """
     sizes = workload.sizes
     config = jax_ep.EpConfig(
@@ -64,7 +70,7 @@ def open_buffer(
     with jax_ep.Buffer(mesh, AXIS, config, backend="native") as buffer:
         yield make_operations(
             dispatch=functools.partial(
-                _dispatch, buffer, layout, sizes.capacity if packed else None
+                _dispatch, buffer, layout, sizes.capacity if packed else None, quantize
             ),
             combine=functools.partial(_combine, buffer, sizes),
             rows=functools.partial(_rows, sizes),
@@ -73,9 +79,10 @@ def open_buffer(
         buffer.check()
 
 
-def _dispatch(buffer, layout, capacity, x, topk_idx, topk_weights) -> Sent:
+def _dispatch(buffer, layout, capacity, quantize, x, topk_idx, topk_weights) -> Sent:
+    options = {"quantize": quantize} if quantize else {}
     routed = jax_ep.low_latency_dispatch(
-        buffer, x, topk_idx, topk_weights, layout=layout, capacity=capacity
+        buffer, x, topk_idx, topk_weights, layout=layout, capacity=capacity, **options
     )
     return Sent(
         tokens=routed.tokens,
@@ -84,6 +91,7 @@ def _dispatch(buffer, layout, capacity, x, topk_idx, topk_weights) -> Sent:
         num_dropped=routed.num_dropped,
         handle=routed.handle,
         token=routed.token,
+        scales=routed.scales,
     )
 
 
@@ -105,9 +113,14 @@ def _combine(buffer, sizes: Sizes, y: jax.Array, sent: Sent) -> jax.Array:
 
 
 def _rows(sizes: Sizes, sent: Sent) -> jax.Array:
-    if sent.tokens.ndim == 2:
-        return sent.tokens
-    return sent.tokens.at[_places(sizes, sent.group_sizes)].get(mode="fill", fill_value=0)
+    """Packed rows; of values and scales, in float32."""
+    tokens = sent.tokens
+    if sent.scales is not None:
+        scales = jnp.repeat(sent.scales, SCALE_GROUP, axis=-1)[..., : tokens.shape[-1]]
+        tokens = tokens.astype(jnp.float32) * scales
+    if tokens.ndim == 2:
+        return tokens
+    return tokens.at[_places(sizes, sent.group_sizes)].get(mode="fill", fill_value=0)
 
 
 def _places(sizes: Sizes, group_sizes: jax.Array) -> tuple[jax.Array, jax.Array]:

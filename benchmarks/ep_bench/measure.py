@@ -105,9 +105,10 @@ class _Run:
         opened = {}
         for name in point.systems:
             with _noting(failures, f"{name} set-up"):
-                manager = self._settings.systems[name].open(truth.load, truth.mesh, point.num_sms)
+                system = self._settings.systems[name]
+                manager = system.open(truth.load, truth.mesh, point.num_sms)
                 ops = stack.enter_context(manager)
-                truth.check_dispatch(name, ops)
+                truth.check_dispatch(name, ops, system.off)
                 opened[name] = ops
         return opened
 
@@ -185,9 +186,14 @@ def compile_all(
     for (op, name), futures in compiling.items():
         with _noting(failures, f"{name} {op}"):
             compiled = {length: future.result() for length, future in futures.items()}
-            check_hlo(op, settings.systems[name], compiled, truth, settings.style)
+            system = settings.systems[name]
+            check_hlo(op, system, compiled, truth, settings.style)
             for length, program in compiled.items():
-                _check_results(f"{name} {op} x{length}", op, program(*truth.args), truth, settings)
+                what, results = f"{name} {op} x{length}", program(*truth.args)
+                if chains.CHAINS[settings.style][op].returns_rows:
+                    truth.check_rows(what, *results, system.off)
+                else:
+                    truth.check_sums(what, results)
             programs[op][name] = compiled
     return programs
 
@@ -226,13 +232,6 @@ def check_hlo(
         hlo.check_row_collectives(name, texts, each, sizes.T * sizes.H)
         rows = sizes.capacity if op == "dispatch" else sizes.T
         hlo.check_arrays(name, texts, rows * sizes.H)
-
-
-def _check_results(name: str, op: str, results, truth: Truth, settings: Settings) -> None:
-    if chains.CHAINS[settings.style][op].returns_rows:
-        truth.check_rows(name, *results)
-    else:
-        truth.check_sums(name, results)
 
 
 def _time_op(op: str, by_system, truth: Truth, settings: Settings) -> dict[str, timing.Slope]:

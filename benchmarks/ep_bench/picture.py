@@ -19,6 +19,7 @@ _COLORS = {
     "native_notified": "#1b2a6b",
     "low_latency_compact": "#008080",
     "low_latency_padded": "#40b5ad",
+    "low_latency_float8": "#9bd6d0",
     "padded_all_to_all": "#e07b00",
     "all_gather": "#2e8b57",
     "ragged_all_to_all": "#b03a2e",

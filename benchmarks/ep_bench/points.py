@@ -13,7 +13,7 @@ from .systems import OPS
 
 NATIVE = ("native",)
 BOTH_NATIVE = ("native", "native_unexpanded")
-LOW_LATENCY = ("low_latency_compact", "low_latency_padded")
+LOW_LATENCY = ("low_latency_compact", "low_latency_padded", "low_latency_float8")
 # Counts ahead of a dispatch and rows along the routing, beside plain dispatch.
 NOTIFIED = ("native", "native_notified")
 NOTIFY = ("notify", "dispatch")

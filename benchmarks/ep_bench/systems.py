@@ -73,6 +73,7 @@ class System:
         wire_rows: rows that a dispatch, or a combine, sends over the busiest direction of any
             rank's link; None where it is not known.
         expanded: whether dispatch writes a row for each (token, expert).
+        off: how far an element that dispatch brings may be from x's, relative to itself.
     """
 
     name: str
@@ -83,6 +84,7 @@ class System:
     ops: tuple[str, ...] = OPS
     wire_rows: Callable[[Sizes], int] | None = None
     expanded: bool = True
+    off: float = 0.0
 
     def calls_of(self, parts: tuple[str, ...]) -> collections.Counter:
         """Calls of all parts together."""
@@ -231,6 +233,16 @@ def _table() -> Iterator[System]:
             ops=ops,
             wire_rows=lambda sizes: sizes.wire_rows,
         )
+    yield System(
+        name="low_latency_float8",
+        open=functools.partial(
+            low_latency.open_buffer, "padded", Operations, TIMEOUT_S, quantize="float8_e4m3fn"
+        ),
+        calls={"dispatch": {"jax_ep_ll_dispatch_float8": 1}},
+        opaque=True,
+        ops=("dispatch",),
+        off=1 / 16,
+    )
     yield System(
         name="padded_all_to_all",
         open=functools.partial(_collectives, padded),

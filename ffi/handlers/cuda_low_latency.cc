@@ -49,6 +49,12 @@ void set_stats(LlDispatchParams& params, const LowLatencyStats& stats) {
   params.waited_ns = data<uint32_t>(stats.waited_ns_out);
 }
 
+// A start has no tokens: rows travel alike whatever its done makes of them.
+LlOutput output_of(const Float8Operands& float8) {
+  if (!float8.quantized()) return LlOutput::kRows;
+  return float8.scales ? LlOutput::kValues : LlOutput::kDequantized;
+}
+
 ffi::Error dispatch(const CudaCall& call, const LowLatencyDispatchOperands& operands) {
   const CudaResolved resolved = admit(call, OpKind::kDispatch, operands);
   if (!resolved.error.empty()) return to_error(resolved.error);
@@ -57,7 +63,9 @@ ffi::Error dispatch(const CudaCall& call, const LowLatencyDispatchOperands& oper
   LlDispatchParams params{};
   params.op = rank.operation(tag_of(call, resolved, operands), kDispatchChannel,
                              data<const int32_t>(operands.rank));
-  params.output = LlOutput::kRows;
+  params.output = output_of(operands.float8);
+  params.power_of_two_scales = operands.float8.format() == ScaleFormat::kPowerOfTwo;
+  params.scales = operands.float8.scales_data();
   params.row_type = *row_type_of(operands.x.element_type());
   params.plan = plan_ll_dispatch(resolved.buffer->shape(), operands.num_tokens(), params.output,
                                  params.row_type, rank.num_sms(), rank.limits());

@@ -10,7 +10,8 @@ import sys
 HALVES = ("", "_start", "_done")
 TARGETS = {"jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_grad", "jax_ep_ll_combine_grad"}
 TARGETS |= {"jax_ep_dispatch_routed", "jax_ep_notify"}
-TARGETS |= {f"jax_ep_ll_{op}{half}" for op in ("dispatch", "combine") for half in HALVES}
+LL_OPS = ("dispatch", "dispatch_float8", "combine")
+TARGETS |= {f"jax_ep_ll_{op}{half}" for op in LL_OPS for half in HALVES}
 SETTINGS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,

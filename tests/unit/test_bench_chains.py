@@ -48,7 +48,7 @@ def test_linked_chains_of_calls_hold_nothing_else(op, shape, rng):
 
 
 LOW_LATENCY_CHAINS = [("low_latency_compact", op) for op in OPS]
-LOW_LATENCY_CHAINS.append(("low_latency_padded", "dispatch"))
+LOW_LATENCY_CHAINS += [(f"low_latency_{name}", "dispatch") for name in ("padded", "float8")]
 
 
 @pytest.mark.parametrize(("name", "op"), LOW_LATENCY_CHAINS)
