@@ -13,12 +13,6 @@
 
 namespace jax_ep::stress {
 
-std::vector<Round> random_rounds(Random& random, const World& world) {
-  std::vector<Round> rounds(static_cast<size_t>(draw(random, 4, 16)));
-  for (Round& round : rounds) round = random_round(random, world);
-  return rounds;
-}
-
 // Returns epochs passed, both channels together.
 int64_t run_world(Random& random) {
   const World world = random_world(random);

@@ -316,4 +316,10 @@ inline Round random_round(Random& random, const World& world) {
   return round;
 }
 
+inline std::vector<Round> random_rounds(Random& random, const World& world) {
+  std::vector<Round> rounds(static_cast<size_t>(draw(random, 4, 16)));
+  for (Round& round : rounds) round = random_round(random, world);
+  return rounds;
+}
+
 }  // namespace jax_ep::stress

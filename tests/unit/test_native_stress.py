@@ -19,6 +19,7 @@ from native import build
 pytestmark = pytest.mark.no_python
 
 STRESS = build.ROOT / "tests/native/protocol_stress.cc"
+PROCESSES = build.ROOT / "tests/native/process_stress.cc"
 REQUIRE = "JAX_EP_REQUIRE_SANITIZERS"
 RUN_TIMEOUT_S = 100
 
@@ -92,11 +93,11 @@ def sanitizer_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
     return flags + quiet
 
 
-def compile_stress(folder, flags):
-    """Objects of the core and of the stress program, by name."""
+def compile_stress(folder, flags, *others):
+    """Objects of the core, of the stress program and of others, by name."""
     sources = [source for source in build.core_sources(flags) if source.path.stem != "cpu_buffer"]
-    objects = build.compile_objects([*sources, build.Source(STRESS, flags)], folder)
-    return {path.stem: path for path in objects}
+    sources += [build.Source(program, flags) for program in (STRESS, *others)]
+    return {path.stem: path for path in build.compile_objects(sources, folder)}
 
 
 def run(program, epochs):
@@ -107,6 +108,13 @@ def run(program, epochs):
     )
     print(f"{done.stdout}{done.stderr}"[:6000] + f"\nrerun with {cases.SEED_VARIABLE}={seed}")
     return done
+
+
+@pytest.fixture(scope="module")
+def plain_objects(tmp_path_factory):
+    """Optimised as in a release: timing as in production, on the vector code that this CPU runs."""
+    require_compiler()
+    return compile_stress(tmp_path_factory.mktemp("plain"), ("-O2",), PROCESSES)
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +140,10 @@ def run_broken(objects, name, changes, flags, folder):
     return run(folder / "stress", 20_000)
 
 
-def test_results(tmp_path):
-    """Optimised as in a release: timing as in production, on the vector code that this CPU runs."""
-    require_compiler()
-    build.link(list(compile_stress(tmp_path, ("-O2",)).values()), tmp_path / "stress")
+@pytest.mark.parametrize(("name", "other"), [(STRESS, PROCESSES), (PROCESSES, STRESS)])
+def test_results(plain_objects, tmp_path, name, other):
+    objects = [path for stem, path in plain_objects.items() if stem != other.stem]
+    build.link(objects, tmp_path / "stress")
     done = run(tmp_path / "stress", 5000)
     assert done.returncode == 0
     assert "epochs in" in done.stdout
