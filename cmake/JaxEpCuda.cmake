@@ -55,6 +55,7 @@ add_library(jax_ep_cuda STATIC
   ffi/cuda/cuda_group.cc
   ffi/cuda/cuda_rank.cc
   ffi/cuda/dispatch.cu
+  ffi/cuda/float8_rows.cu
   ffi/cuda/ll_combine.cu
   ffi/cuda/ll_combine_grad.cu
   ffi/cuda/ll_dispatch.cu

@@ -23,6 +23,10 @@ nb::dict registrations() {
   targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_cuda);
   targets["jax_ep_dispatch_routed"] =
       handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_routed_cuda);
+  targets["jax_ep_dispatch_float8"] =
+      handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_float8_cuda);
+  targets["jax_ep_dispatch_routed_float8"] =
+      handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_routed_float8_cuda);
   targets["jax_ep_notify"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_notify_cuda);
   targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_cuda);
   targets["jax_ep_combine_grad"] =

@@ -99,6 +99,16 @@ def token_results(float8: Float8 | None, shape: tuple[int, int], dtype: Any):
     return (shape, _VALUES), ((shape[0], num_scales(shape[1])), jnp.float32)
 
 
+def packed_result(shape: tuple[int, int]):
+    """Shape and dtype of the room that a high-throughput target has for its packed rows.
+
+    ``shape`` is ``[T, H]``. Values and scales lie one after the other, filled up to 16 bytes. Only
+    GPUs use it: their handlers have no memory of their own, and XLA plans and shares this.
+    """
+    num_tokens, hidden = shape
+    return (num_tokens, -(-(hidden + 4 * num_scales(hidden)) // 16) * 16), jnp.uint8
+
+
 def row_cotangent(float8: Float8 | None, d_tokens, like: jax.Array) -> jax.Array:
     """The cotangent of rows, straight through the quantisation; nothing from values and scales.
 

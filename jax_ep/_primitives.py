@@ -171,8 +171,9 @@ def _call_dispatch(target: str, layout: RouteLayout, operands, results):
     float8 = layout.float8
     if float8 is not None:
         tokens, *scales = _float8.token_results(float8, *results[0])
-        results = (tokens, *(scales or [((0,), jnp.float32)]), *results[1:])
-    tokens, *arrays, row_map = _call(
+        packed = _float8.packed_result(operands[0].shape)
+        results = (tokens, *(scales or [((0,), jnp.float32)]), *results[1:], packed)
+    tokens, *arrays = _call(
         _float8.target(target, float8),
         layout,
         operands,
@@ -183,8 +184,9 @@ def _call_dispatch(target: str, layout: RouteLayout, operands, results):
         **_float8.attributes(float8),
     )
     if float8 is not None:
-        scales, *arrays = arrays
+        scales, *arrays, _ = arrays
         tokens = tokens if float8.dequantize else (tokens, scales)
+    *arrays, row_map = arrays
     return tokens, *arrays, None if layout.expand else row_map
 
 

@@ -2,6 +2,8 @@
 
 #include "cuda/dispatch.h"
 #include "cuda/dispatch_bulk.cuh"
+#include "cuda/dispatch_float8.cuh"
+#include "cuda/float8_rows.h"
 #include "cuda/launch.h"
 #include "cuda/row_exchange.cuh"
 
@@ -14,7 +16,7 @@ constexpr int kHelpers = 4;
 
 // ---- The kernels.
 
-template <class Transport, bool kRouted>
+template <class Transport, bool kRouted, bool kPacked>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     dispatch_bulk_kernel(const __grid_constant__ DispatchParams p) {
 #if defined(JAX_EP_BULK_COPY)
@@ -24,7 +26,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   route_ahead<kRouted>(p, shared);
   const OpContext ctx = OpContext::make(p.op, block);
   const bool begun = begin_operation<Transport>(ctx);
-  if (begun) dispatch_bulk<Transport, kRouted>(ctx, p, shared);
+  if (begun) dispatch_bulk<Transport, kRouted, kPacked>(ctx, p, shared);
   finish_operation(ctx, begun, [&] { spoil_dispatch(p); });
 #endif
 }
@@ -71,9 +73,13 @@ class PlainDispatch {
  private:
   __device__ void expand(const char* from, MessageId id, uint32_t route, float weight) const {
     const int row = output_row(p_, place_, route, id.peer);
-    char* target = copy_target(p_, id, row);
-    copy_row(from, p_.op.layout.shape.row_bytes, target,
-             __ballot_sync(kFullWarp, target != nullptr));
+    if (p_.quantized()) {
+      store_packed_row<Packed::kGlobal>(p_, id, row, from);
+    } else {
+      char* target = copy_target(p_, id, row);
+      copy_row(from, p_.op.layout.shape.row_bytes, target,
+               __ballot_sync(kFullWarp, target != nullptr));
+    }
     record_row(p_, id, row, weight);
     zero_unsent_slot(p_, id, row);
   }
@@ -119,13 +125,24 @@ Warps preferred_warps(int num_ranks, int num_blocks, int64_t part_bytes) {
   return {std::min(6, senders * scale), 3 * scale};
 }
 
-void plan_bulk(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan* plan) {
-  constexpr int64_t kMaxPartBytes = 16384;
+int64_t stage_bytes(const WindowShape& shape, int64_t part_bytes) {
   const int64_t record_bytes = shape.message().bytes() - shape.message().source_offset();
   const int most_records = std::max(1, std::min(shape.num_experts_per_tok, shape.num_ranks - 1));
-  plan->num_parts = static_cast<int>((shape.row_bytes + kMaxPartBytes - 1) / kMaxPartBytes);
+  return align_up(align_up(part_bytes, 128) + most_records * record_bytes, 128);
+}
+
+// With a sender and a receiver.
+bool whole_rows_fit(const WindowShape& shape, int64_t max_shared_bytes) {
+  constexpr int64_t kOtherThings = 49152;
+  return 2 * kStages * stage_bytes(shape, shape.row_bytes) + kOtherThings <= max_shared_bytes;
+}
+
+void plan_bulk(const WindowShape& shape, int64_t max_shared_bytes, bool whole_rows,
+               DispatchPlan* plan) {
+  const int64_t most_part_bytes = whole_rows ? shape.row_bytes : 16384;
+  plan->num_parts = static_cast<int>((shape.row_bytes + most_part_bytes - 1) / most_part_bytes);
   plan->part_bytes = align_up((shape.row_bytes + plan->num_parts - 1) / plan->num_parts, 128);
-  plan->stage_bytes = align_up(plan->part_bytes + most_records * record_bytes, 128);
+  plan->stage_bytes = stage_bytes(shape, plan->part_bytes);
 
   const int64_t workspace = 4 * route_workspace_words(shape);
   const int64_t bases = 4 * Placement::words(shape.num_experts, shape.experts_per_rank());
@@ -172,25 +189,13 @@ void plan_plain(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan
   plan->receivers = warps - plan->senders;
 }
 
-using Kernel = void (*)(DispatchParams);
-
-Kernel kernel_of(bool bulk, bool routed) {
-  if (bulk) {
-    return routed ? dispatch_bulk_kernel<PeerTransport, true>
-                  : dispatch_bulk_kernel<PeerTransport, false>;
-  }
-  return routed ? dispatch_plain_kernel<PeerTransport, true>
-                : dispatch_plain_kernel<PeerTransport, false>;
-}
-
-}  // namespace
-
-DispatchPlan plan_dispatch(const WindowShape& shape, int num_sms, const DeviceLimits& limits) {
+DispatchPlan make_plan(const WindowShape& shape, int num_sms, const DeviceLimits& limits,
+                       bool whole_rows) {
   DispatchPlan plan{};
-  plan.bulk = limits.bulk_copy;
+  plan.bulk = limits.bulk_copy && (!whole_rows || whole_rows_fit(shape, limits.max_shared_bytes));
   plan.num_blocks = num_sms;
   if (plan.bulk) {
-    plan_bulk(shape, limits.max_shared_bytes, &plan);
+    plan_bulk(shape, limits.max_shared_bytes, whole_rows, &plan);
   } else {
     plan_plain(shape, limits.max_shared_bytes, &plan);
   }
@@ -199,15 +204,39 @@ DispatchPlan plan_dispatch(const WindowShape& shape, int num_sms, const DeviceLi
   return plan;
 }
 
+using Kernel = void (*)(DispatchParams);
+
+template <bool kRouted>
+Kernel kernel_of(bool bulk, bool packed) {
+  if (!bulk) return dispatch_plain_kernel<PeerTransport, kRouted>;
+  return packed ? dispatch_bulk_kernel<PeerTransport, kRouted, true>
+                : dispatch_bulk_kernel<PeerTransport, kRouted, false>;
+}
+Kernel kernel_of(bool bulk, bool routed, bool packed) {
+  return routed ? kernel_of<true>(bulk, packed) : kernel_of<false>(bulk, packed);
+}
+
+}  // namespace
+
+DispatchPlan plan_dispatch(const WindowShape& shape, int num_sms, const DeviceLimits& limits) {
+  return make_plan(shape, num_sms, limits, /*whole_rows=*/false);
+}
+DispatchPlan plan_packed_dispatch(const WindowShape& shape, int num_sms,
+                                  const DeviceLimits& limits) {
+  return make_plan(shape, num_sms, limits, /*whole_rows=*/true);
+}
+
 cudaError_t prepare_dispatch() {
   for (const bool bulk : {true, false}) {
     for (const bool routed : {true, false}) {
-      const cudaError_t error =
-          prepare_kernel(reinterpret_cast<const void*>(kernel_of(bulk, routed)));
-      if (error != cudaSuccess) return error;
+      for (const bool packed : {true, false}) {
+        const Kernel kernel = kernel_of(bulk, routed, packed);
+        const cudaError_t error = prepare_kernel(reinterpret_cast<const void*>(kernel));
+        if (error != cudaSuccess) return error;
+      }
     }
   }
-  return cudaSuccess;
+  return prepare_pack_rows();
 }
 
 cudaError_t launch_dispatch(const DispatchParams& given, cudaStream_t stream) {
@@ -215,7 +244,15 @@ cudaError_t launch_dispatch(const DispatchParams& given, cudaStream_t stream) {
   const DispatchPlan& plan = params.plan;
   params.num_routing_blocks =
       std::min(plan.most_routing_blocks, wanted_routing_blocks(params.op.num_tokens));
-  const Kernel kernel = kernel_of(plan.bulk, params.routed());
+  if (params.quantized()) {
+    const cudaError_t error =
+        launch_pack_rows({params.x, params.packed, params.op.num_tokens, params.hidden,
+                          params.row_type, params.power_of_two_scales},
+                         stream);
+    if (error != cudaSuccess) return error;
+    params.x = params.packed;
+  }
+  const Kernel kernel = kernel_of(plan.bulk, params.routed(), params.quantized());
   kernel<<<plan.num_blocks, plan.threads(), static_cast<size_t>(plan.shared_bytes), stream>>>(
       params);
   return cudaGetLastError();

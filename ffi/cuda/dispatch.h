@@ -33,7 +33,7 @@ struct DispatchPlan {
 };
 
 // Shapes: T tokens and K experts per token of this rank, R ranks, E_l experts here, rows of
-// layout.shape.row_bytes bytes.
+// layout.shape.row_bytes bytes, G = ceil(H / 128) scales of a quantised row.
 struct DispatchParams {
   Operation op;
   DispatchPlan plan;
@@ -55,15 +55,29 @@ struct DispatchParams {
   int64_t expert_alignment;
   bool zero_tail;
   RowType row_type;
+  // Rows that travel quantised have H channels (else 0) and layout.shape.row_bytes of their packed
+  // form, which launch_dispatch makes.
+  int64_t hidden;
+  char* packed;   // [T] packed rows
+  float* scales;  // [rows of tokens, G], tokens being float8; null: tokens are rows of row_type
+  bool power_of_two_scales;
   int num_routing_blocks;  // set by launch_dispatch
 
-  bool routed() const { return counts != nullptr; }
+  JAX_EP_HD bool routed() const { return counts != nullptr; }
+  JAX_EP_HD bool quantized() const { return hidden > 0; }
+  JAX_EP_HD int64_t output_row_bytes() const {
+    if (!quantized()) return op.layout.shape.row_bytes;
+    return scales != nullptr ? hidden : hidden * row_type_bytes(row_type);
+  }
 };
 
 // Loads the kernels on the current device and lifts their shared memory limit.
 cudaError_t prepare_dispatch();
 
 DispatchPlan plan_dispatch(const WindowShape& shape, int num_sms, const DeviceLimits& limits);
+// Of packed rows, which are not cut into parts: every value needs its scale.
+DispatchPlan plan_packed_dispatch(const WindowShape& shape, int num_sms,
+                                  const DeviceLimits& limits);
 
 cudaError_t launch_dispatch(const DispatchParams& given, cudaStream_t stream);
 

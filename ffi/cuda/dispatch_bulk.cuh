@@ -4,6 +4,7 @@
 // one row is loaded while the one before it is stored.
 #pragma once
 
+#include "cuda/dispatch_float8.cuh"
 #include "cuda/dispatch_rows.cuh"
 #include "cuda/outbox.cuh"
 
@@ -37,7 +38,18 @@ __device__ inline Part part_of(const DispatchParams& p, int index) {
   return {offset, static_cast<uint32_t>(last ? left : p.plan.part_bytes), last};
 }
 
-template <class Transport, bool kRouted>
+// A part to the output rows of its entries. Packed rows have one part.
+template <bool kPacked>
+__device__ void store_part(const DispatchParams& p, MessageId id, int row, const Part& part,
+                           const char* stage) {
+  if constexpr (kPacked) {
+    store_packed_row<Packed::kShared>(p, id, row, stage);
+  } else if (char* target = copy_target(p, id, row)) {
+    bulk_store_evict_first(target + part.offset, stage, part.bytes);
+  }
+}
+
+template <class Transport, bool kRouted, bool kPacked>
 class BulkSender {
  public:
   // Starts the load of the first row: it needs no route.
@@ -142,9 +154,7 @@ class BulkSender {
     const TokenEntry& entry = entry_;
     const MessageId own{ctx_.rank(), token_};
     const int row = entry.rank == ctx_.rank() ? output_row(p_, place, entry.route, entry.rank) : -1;
-    if (char* target = copy_target(p_, own, row)) {
-      bulk_store_evict_first(target + part.offset, stage, part.bytes);
-    }
+    store_part<kPacked>(p_, own, row, part, stage);
     if (part.last) {
       record_row(p_, own, row, entry.weight);
       zero_unsent_slot(p_, own, row);
@@ -197,6 +207,7 @@ struct Arriving {
   int part = 0;
 };
 
+template <bool kPacked>
 class BulkReceiver {
  public:
   __device__ BulkReceiver(const OpContext& ctx, const DispatchParams& p, const Stages& stages)
@@ -277,9 +288,7 @@ class BulkReceiver {
       weight = __uint_as_float(words[2 + 2 * lane_id()]);
     }
     const int row = output_row(p_, place, route, id.peer);
-    if (char* target = copy_target(p_, id, row)) {
-      bulk_store_evict_first(target + part.offset, stage, part.bytes);
-    }
+    store_part<kPacked>(p_, id, row, part, stage);
     bulk_commit();
     if (part.last) {
       record_row(p_, id, row, weight);
@@ -323,7 +332,7 @@ __device__ inline void init_shared(const DispatchParams& p, char* shared) {
 }
 
 // Warps: senders, receivers, helpers. All of them route and place; then each has its role.
-template <class Transport, bool kRouted>
+template <class Transport, bool kRouted, bool kPacked>
 __device__ void dispatch_bulk(const OpContext& ctx, const DispatchParams& p, char* shared) {
   const Placement place = placement_in(p, shared);
   auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
@@ -331,7 +340,7 @@ __device__ void dispatch_bulk(const OpContext& ctx, const DispatchParams& p, cha
   const int receiver = warp - p.plan.senders;
   const int helper = receiver - p.plan.receivers;
   if (warp < p.plan.senders) {
-    BulkSender<Transport, kRouted> sender(ctx, p, stages_of(p, shared, warp), boxes[warp]);
+    BulkSender<Transport, kRouted, kPacked> sender(ctx, p, stages_of(p, shared, warp), boxes[warp]);
     if (route_and_place<Transport, kRouted>(ctx, p, shared, place)) {
       sender.run(place);
     } else {
@@ -346,7 +355,7 @@ __device__ void dispatch_bulk(const OpContext& ctx, const DispatchParams& p, cha
   } else if (receiver < p.plan.receivers) {
     fence_bulk_shared();  // the route's workspace lies where the stages are
     __syncwarp();
-    BulkReceiver(ctx, p, stages_of(p, shared, warp)).run(place);
+    BulkReceiver<kPacked>(ctx, p, stages_of(p, shared, warp)).run(place);
   } else {
     const int threads = kWarp * (p.plan.helpers - 1);
     clear_unfilled_rows(ctx, p, place, (helper - 1) * kWarp + lane_id(), threads);

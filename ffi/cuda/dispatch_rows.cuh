@@ -6,6 +6,7 @@
 #include "cuda/messages.cuh"
 #include "cuda/placement.cuh"
 #include "cuda/route.cuh"
+#include "protocol/quantize.h"
 
 namespace jax_ep::gpu {
 
@@ -63,21 +64,39 @@ __device__ inline void record_row(const DispatchParams& p, MessageId id, int row
   if (p.row_map != nullptr) p.row_map[row] = static_cast<int32_t>(slot);
 }
 
-// Where each lane's copy of a message goes, null for none: to the entry's row or, when rows are not
-// copied, once to the message's slot.
-__device__ inline char* copy_target(const DispatchParams& p, MessageId id, int row) {
-  const int64_t row_bytes = p.op.layout.shape.row_bytes;
-  if (p.row_map == nullptr) return row >= 0 ? p.tokens + row * row_bytes : nullptr;
+// The row of tokens that gets each lane's copy of a message, -1 for none: the entry's row or, when
+// rows are not copied, once the message's slot.
+__device__ inline int64_t target_row(const DispatchParams& p, MessageId id, int row) {
+  if (p.row_map == nullptr) return row;
   const unsigned kept = __ballot_sync(kFullWarp, row >= 0);
   const bool leads = row >= 0 && (kept & lanes_below()) == 0;
-  return leads ? p.tokens + slot_of(p, id) * row_bytes : nullptr;
+  return leads ? slot_of(p, id) : -1;
+}
+// As an address, null for none; of rows that travel as they are.
+__device__ inline char* copy_target(const DispatchParams& p, MessageId id, int row) {
+  const int64_t to = target_row(p, id, row);
+  return to >= 0 ? p.tokens + to * p.op.layout.shape.row_bytes : nullptr;
+}
+
+// The calling threads: rows [begin, end) of tokens become zeros.
+__device__ inline void zero_rows(const DispatchParams& p, int64_t begin, int64_t end, int thread,
+                                 int threads) {
+  const int64_t row_bytes = p.output_row_bytes();
+  char* to = p.tokens + begin * row_bytes;
+  if (row_bytes % 16 == 0) {
+    zero_vectors(to, (end - begin) * row_bytes / 16, thread, threads);
+  } else {
+    fill(reinterpret_cast<uint32_t*>(to), (end - begin) * row_bytes / 4, 0u, thread, threads);
+  }
+  if (p.scales == nullptr) return;
+  const int groups = num_scales(p.hidden);
+  fill(p.scales + begin * groups, (end - begin) * groups, 1.0f, thread, threads);
 }
 
 // A warp, for each message once its rows are known: a slot that no row maps to is zero.
 __device__ inline void zero_unsent_slot(const DispatchParams& p, MessageId id, int row) {
   if (p.row_map == nullptr || __any_sync(kFullWarp, row >= 0)) return;
-  const int64_t row_bytes = p.op.layout.shape.row_bytes;
-  zero_vectors(p.tokens + slot_of(p, id) * row_bytes, row_bytes / 16, lane_id(), kWarp);
+  zero_rows(p, slot_of(p, id), slot_of(p, id) + 1, lane_id(), kWarp);
 }
 
 __device__ inline PlacementArgs placement_args(const DispatchParams& p) {
@@ -148,14 +167,13 @@ __device__ bool route_and_place(const OpContext& ctx, const DispatchParams& p, c
 // The calling threads of one block: rows [begin, end), which hold no token.
 __device__ inline void clear_rows(const DispatchParams& p, int64_t begin, int64_t end, bool zero,
                                   int thread, int threads) {
-  const int64_t row_bytes = p.op.layout.shape.row_bytes;
   const int32_t no_slot = p.op.num_ranks() * p.op.num_tokens;
   for (int64_t r = begin + thread; r < end; r += threads) {
     p.weights[r] = 0.0f;
     if (p.row_map != nullptr) p.row_map[r] = no_slot;
   }
   if (!zero || p.row_map != nullptr) return;
-  zero_vectors(p.tokens + begin * row_bytes, (end - begin) * row_bytes / 16, thread, threads);
+  zero_rows(p, begin, end, thread, threads);
 }
 
 // The calling threads of all blocks: rows that no token fills, between the experts and after the
@@ -186,7 +204,14 @@ __device__ inline void spoil_dispatch(const DispatchParams& p) {
   const int64_t entries = int64_t{p.op.num_tokens} * shape.num_experts_per_tok;
   const int64_t slots = int64_t{p.op.num_tokens} * shape.num_ranks;
   const bool copied = p.row_map == nullptr;
-  fill_nan(p.tokens, (copied ? p.capacity : slots) * shape.row_bytes, p.row_type);
+  const int64_t rows = copied ? p.capacity : slots;
+  if (p.scales != nullptr) {
+    constexpr uint32_t kNans = 0x7F7F7F7Fu;
+    fill(reinterpret_cast<uint32_t*>(p.tokens), rows * p.hidden / 4, kNans, thread, threads);
+    fill_nan(reinterpret_cast<char*>(p.scales), rows * num_scales(p.hidden) * 4, RowType::kFloat32);
+  } else {
+    fill_nan(p.tokens, rows * p.output_row_bytes(), p.row_type);
+  }
   if (!copied) fill(p.row_map, p.capacity, static_cast<int32_t>(slots), thread, threads);
   fill_nan(reinterpret_cast<char*>(p.weights), p.capacity * 4, RowType::kFloat32);
   fill(p.group_sizes, shape.experts_per_rank(), 0, thread, threads);

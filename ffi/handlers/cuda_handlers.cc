@@ -1,6 +1,6 @@
-// Handlers on GPUs check what the host knows and launch one kernel. They allocate nothing, wait for
-// nothing and read no device memory (the kernel compares the rank operand), so that XLA may record
-// them once and replay the launches as a graph.
+// Handlers on GPUs check what the host knows and launch a kernel, or two. They allocate nothing,
+// wait for nothing and read no device memory (the kernel compares the rank operand), so that XLA
+// may record them once and replay the launches as a graph.
 #include "handlers/cuda_handlers.h"
 
 #include <chrono>
@@ -43,6 +43,19 @@ Params make_params(const OpTag& tag, const CudaResolved& resolved, Channel chann
   return params;
 }
 
+// Rows are packed into a result that nobody reads: handlers have no memory of their own.
+void set_float8(DispatchParams& params, const CudaResolved& resolved,
+                const Float8Operands& float8) {
+  const CudaRank& rank = rank_of(resolved);
+  params.hidden = resolved.buffer->options().hidden;
+  params.packed = data<char>(*float8.packed);
+  params.scales = float8.scales_data();
+  params.power_of_two_scales = float8.format() == ScaleFormat::kPowerOfTwo;
+  WindowShape& shape = params.op.layout.shape;
+  shape.row_bytes = packed_row_bytes(params.hidden);
+  params.plan = plan_packed_dispatch(shape, rank.num_sms(), rank.limits());
+}
+
 DispatchParams dispatch_params(const OpTag& tag, const CudaResolved& resolved,
                                const DispatchOperands& operands) {
   auto params =
@@ -58,6 +71,7 @@ DispatchParams dispatch_params(const OpTag& tag, const CudaResolved& resolved,
   if (!operands.expanded) params.row_map = data<int32_t>(operands.row_map);
   params.expert_alignment = operands.expert_alignment;
   params.zero_tail = operands.zero_tail;
+  if (operands.float8.quantized()) set_float8(params, resolved, operands.float8);
   return params;
 }
 
@@ -146,6 +160,12 @@ constexpr auto decoded_dispatch =
 constexpr auto decoded_dispatch_routed =
     decode_routed_dispatch<cudaStream_t, ffi::Error,
                            without_exceptions<RoutedDispatchOperands, dispatch_routed>>;
+constexpr auto decoded_float8_dispatch =
+    decode_float8_dispatch<cudaStream_t, ffi::Error,
+                           without_exceptions<DispatchOperands, dispatch>>;
+constexpr auto decoded_routed_float8_dispatch =
+    decode_routed_float8_dispatch<cudaStream_t, ffi::Error,
+                                  without_exceptions<RoutedDispatchOperands, dispatch_routed>>;
 constexpr auto decoded_notify =
     decode_notify<cudaStream_t, ffi::Error, without_exceptions<NotifyOperands, notify>>;
 constexpr auto decoded_combine =
@@ -165,6 +185,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_cuda, jax_ep::gpu::decoded_dispatc
                               {xla::ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_routed_cuda, jax_ep::gpu::decoded_dispatch_routed,
                               jax_ep::bind_routed_dispatch<jax_ep::gpu::CudaStream>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_float8_cuda, jax_ep::gpu::decoded_float8_dispatch,
+                              jax_ep::bind_float8_dispatch<jax_ep::gpu::CudaStream>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_dispatch_routed_float8_cuda,
+                              jax_ep::gpu::decoded_routed_float8_dispatch,
+                              jax_ep::bind_routed_float8_dispatch<jax_ep::gpu::CudaStream>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_ep_notify_cuda, jax_ep::gpu::decoded_notify,
                               jax_ep::bind_notify<jax_ep::gpu::CudaStream>(),

@@ -46,7 +46,7 @@ std::optional<LowLatencyDispatchOperands> LowLatencyDispatchOperands::read(FlatC
                                                                            Half half) {
   const bool start = half == Half::kStart;
   const bool done = half == Half::kDone;
-  Float8Operands float8{call.attribute("scale_format"), std::nullopt};
+  Float8Operands float8{call.attribute("scale_format"), std::nullopt, std::nullopt};
   const bool with_scales = !start && float8.quantized() && call.attribute("dequantize") == 0;
   const size_t num_rets = (start ? 3 : done ? 8 : 9) + (with_scales ? 1 : 0);
   if (!call.has(start ? 5 : done ? 8 : 7, num_rets)) return std::nullopt;

@@ -76,9 +76,9 @@ Result decode_routed_float8_dispatch(
     xla::ffi::Result<xla::ffi::AnyBuffer> group_sizes,
     xla::ffi::Result<xla::ffi::AnyBuffer> valid_sizes,
     xla::ffi::Result<xla::ffi::AnyBuffer> num_dropped,
-    xla::ffi::Result<xla::ffi::AnyBuffer> recv_rows,
-    xla::ffi::Result<xla::ffi::AnyBuffer> row_map) {
-  Float8Operands float8{scale_format, std::nullopt};
+    xla::ffi::Result<xla::ffi::AnyBuffer> recv_rows, xla::ffi::Result<xla::ffi::AnyBuffer> row_map,
+    xla::ffi::Result<xla::ffi::AnyBuffer> packed) {
+  Float8Operands float8{scale_format, std::nullopt, *packed};
   if (dequantize == 0) float8.scales = *scales;
   return run({site, context, ordinal, {buffer_id, fingerprint}},
              {{rank, x, topk_idx, topk_weights, *tokens, *weights, *group_sizes, *valid_sizes,
@@ -102,7 +102,7 @@ auto bind_routed_dispatch() {
 
 template <class ContextBinding>
 auto bind_routed_float8_dispatch() {
-  return bind_buffers<6, 8>(bind_call<ContextBinding>()
+  return bind_buffers<6, 9>(bind_call<ContextBinding>()
                                 .template Attr<int64_t>("expert_alignment")
                                 .template Attr<int64_t>("zero_tail")
                                 .template Attr<int64_t>("expanded")

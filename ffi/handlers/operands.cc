@@ -61,6 +61,10 @@ std::string DispatchOperands::error(const BufferShape& shape) const {
   check.expect("topk_weights", topk_weights, DataType::F32, {num_tokens(), topk});
   check.expect("tokens", tokens, float8.token_type(type), {num_rows, shape.hidden});
   float8.check(check, num_rows, shape.hidden);
+  if (float8.packed) {
+    check.expect("packed", *float8.packed, DataType::U8,
+                 {num_tokens(), packed_row_bytes(shape.hidden)});
+  }
   check.expect("weights", weights, DataType::F32, {capacity()});
   check.expect("group_sizes", group_sizes, DataType::S32, {num_local});
   check.expect("valid_sizes", valid_sizes, DataType::S32, {num_local});

@@ -34,6 +34,9 @@ struct Float8Operands {
   int64_t scale_format = 0;  // a ScaleFormat, not checked
   // [rows of tokens, num_scales(hidden)]; none: tokens are rows of x's type.
   std::optional<xla::ffi::AnyBuffer> scales;
+  // [T, packed_row_bytes(hidden)] in high throughput: room for rows on their way, for platforms
+  // that need it; nobody reads it.
+  std::optional<xla::ffi::AnyBuffer> packed;
 
   bool quantized() const { return scale_format != 0; }
   ScaleFormat format() const { return static_cast<ScaleFormat>(scale_format); }
@@ -147,8 +150,9 @@ Result decode_float8_dispatch(Site* site, Context context, int32_t ordinal, int6
                               xla::ffi::Result<xla::ffi::AnyBuffer> num_dropped,
                               xla::ffi::Result<xla::ffi::AnyBuffer> clean_topk_idx,
                               xla::ffi::Result<xla::ffi::AnyBuffer> recv_rows,
-                              xla::ffi::Result<xla::ffi::AnyBuffer> row_map) {
-  Float8Operands float8{scale_format, std::nullopt};
+                              xla::ffi::Result<xla::ffi::AnyBuffer> row_map,
+                              xla::ffi::Result<xla::ffi::AnyBuffer> packed) {
+  Float8Operands float8{scale_format, std::nullopt, *packed};
   if (dequantize == 0) float8.scales = *scales;
   return run({site, context, ordinal, {buffer_id, fingerprint}},
              {rank, x, topk_idx, topk_weights, *tokens, *weights, *group_sizes, *valid_sizes,
@@ -217,12 +221,12 @@ auto bind_dispatch() {
 }
 template <class ContextBinding>
 auto bind_float8_dispatch() {
-  return bind_buffers<4, 9>(bind_call<ContextBinding>()
-                                .template Attr<int64_t>("expert_alignment")
-                                .template Attr<int64_t>("zero_tail")
-                                .template Attr<int64_t>("expanded")
-                                .template Attr<int64_t>("scale_format")
-                                .template Attr<int64_t>("dequantize"));
+  return bind_buffers<4, 10>(bind_call<ContextBinding>()
+                                 .template Attr<int64_t>("expert_alignment")
+                                 .template Attr<int64_t>("zero_tail")
+                                 .template Attr<int64_t>("expanded")
+                                 .template Attr<int64_t>("scale_format")
+                                 .template Attr<int64_t>("dequantize"));
 }
 
 template <class ContextBinding>

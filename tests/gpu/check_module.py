@@ -10,6 +10,7 @@ import sys
 HALVES = ("", "_start", "_done")
 TARGETS = {"jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_grad", "jax_ep_ll_combine_grad"}
 TARGETS |= {"jax_ep_dispatch_routed", "jax_ep_notify"}
+TARGETS |= {"jax_ep_dispatch_float8", "jax_ep_dispatch_routed_float8"}
 LL_OPS = ("dispatch", "dispatch_float8", "combine")
 TARGETS |= {f"jax_ep_ll_{op}{half}" for op in LL_OPS for half in HALVES}
 SETTINGS = {

@@ -7,7 +7,7 @@ shift
 objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT
 flags=(-std=c++17 -O3 -lineinfo -I ffi -I tests/native -gencode=arch=compute_90a,code=sm_90a -Xcompiler -Wall "$@")
-sources=(ffi/cuda/{dispatch,notify,combine,combine_grad,scratch,ll_dispatch,ll_combine,ll_combine_grad}.cu
+sources=(ffi/cuda/{dispatch,float8_rows,notify,combine,combine_grad,scratch,ll_dispatch,ll_combine,ll_combine_grad}.cu
          ffi/cuda/{cuda_rank,ll_window}.cc
          ffi/transport/cuda_{counters,memory,window}.cc tests/native/cuda_harness.cu)
 pids=()

@@ -6,6 +6,7 @@
 // Exit status 0: nothing was wrong.
 #include "cuda_checks.h"
 #include "cuda_faults.h"
+#include "cuda_float8.h"
 #include "cuda_ll_cases.h"
 #include "cuda_ll_timing.h"
 #include "cuda_notify.h"
@@ -80,6 +81,7 @@ int64_t run_checks(const std::vector<Case>& table, uint64_t seed, int rounds, do
       const bool pauses = round % 2 == 1;
       bad += check_round(world, pauses, where);
       bad += check_unexpanded(world, pauses, where);
+      bad += check_float8(world, pauses, where);
       bad += check_notify(world, pauses, where);
     }
     std::printf("%-18s %s\n", c.name, bad == 0 ? "ok" : "WRONG");

@@ -44,9 +44,10 @@ inline int64_t time_shape(uint64_t seed, int num_tokens, const std::vector<int>&
   wrong += check_round(world, false, "timing shape");
   std::printf(
       "T=%d H=7168 K=8 E=256 bf16, us (each twice)\n%5s %15s %15s %15s %15s %15s %15s %15s %15s "
-      "%15s %15s\n",
+      "%15s %15s %15s %15s\n",
       num_tokens, "SMs", "dispatch", "combine", "with scalars", "combine_grad", "unexpanded",
-      "notify", "notify, routed", "plain dispatch", "plain combine", "plain c_grad");
+      "notify", "notify, routed", "float8 pairs", "float8 rows", "plain dispatch", "plain combine",
+      "plain c_grad");
   for (int num_sms : all_sms) {
     std::printf("%5d", num_sms);
     const auto show = [&](auto launch) {
@@ -66,6 +67,9 @@ inline int64_t time_shape(uint64_t seed, int num_tokens, const std::vector<int>&
         world.notify(r);
         world.dispatch(r, true, 0, true);
       });
+      for (const bool pairs : {true, false}) {
+        show([&](int r) { world.dispatch_float8(r, true, pairs, false); });
+      }
     }
     std::printf("\n");
     std::fflush(stdout);

@@ -20,6 +20,7 @@
 #include "cuda/dispatch.h"
 #include "cuda/notify.h"
 #include "protocol/epochs.h"
+#include "protocol/quantize.h"
 #include "transport/cuda_counters.h"
 #include "transport/cuda_memory.h"
 
@@ -116,6 +117,9 @@ struct RankData {
   // Without expansion: one row a message, as dispatch's output and as combine's input.
   Array<char> slots;
   Array<int32_t> row_map;
+  // Quantised: rows on their way, and the scales of tokens or slots.
+  Array<char> packed;
+  Array<float> scales;
   // Notify: its operand, what it gives the program, and where it tells the host.
   Array<uint32_t> ticket;
   Array<int32_t> row_index, counts;
@@ -206,6 +210,8 @@ class World {
       d.recv_rows.resize(entries() * c_.num_ranks);
       d.slots.resize(num_slots() * row_bytes());
       d.row_map.resize(capacity);
+      d.packed.resize(c_.num_tokens * packed_row_bytes(c_.hidden));
+      d.scales.resize(std::max(capacity, num_slots()) * num_scales(c_.hidden));
       d.row_index.resize(entries());
       d.counts.resize(int64_t{c_.num_ranks} * c_.num_experts);
     }
@@ -217,8 +223,8 @@ class World {
     for (int r = 0; r < c_.num_ranks; ++r) {
       use(r);
       RankData& d = ranks_[r];
-      for (Array<char>* rows : {&d.tokens, &d.slots, &d.out, &d.d_y}) rows->poison();
-      for (Array<float>* row : {&d.weights, &d.scalars, &d.d_row_weights}) row->poison();
+      for (Array<char>* rows : {&d.tokens, &d.slots, &d.out, &d.d_y, &d.packed}) rows->poison();
+      for (Array<float>* row : {&d.weights, &d.scalars, &d.d_row_weights, &d.scales}) row->poison();
       for (Array<int32_t>* row : {&d.group_sizes, &d.valid_sizes, &d.num_dropped, &d.sanitised,
                                   &d.recv_rows, &d.row_map, &d.row_index, &d.counts}) {
         row->poison();
@@ -278,6 +284,11 @@ class World {
   // routed: along the routing that notify() has left.
   void dispatch(int r, bool expand = true, uint64_t site = 0, bool routed = false) {
     use(r);
+    check(launch_dispatch(dispatch_params(r, expand, site, routed), ranks_[r].stream),
+          "launch dispatch");
+  }
+
+  DispatchParams dispatch_params(int r, bool expand, uint64_t site, bool routed) {
     RankData& d = ranks_[r];
     DispatchParams p{};
     p.op = operation(r, OpKind::kDispatch, kDispatchChannel, site);
@@ -303,7 +314,21 @@ class World {
       p.row_index = d.row_index.get();
       p.counts = d.counts.get();
     }
-    check(launch_dispatch(p, d.stream), "launch dispatch");
+    return p;
+  }
+
+  // Values and scales, or rows again, where rows have been.
+  void dispatch_float8(int r, bool expand, bool pairs, bool power_of_two) {
+    use(r);
+    RankData& d = ranks_[r];
+    DispatchParams p = dispatch_params(r, expand, 0, false);
+    p.hidden = c_.hidden;
+    p.packed = d.packed.get();
+    p.scales = pairs ? d.scales.get() : nullptr;
+    p.power_of_two_scales = power_of_two;
+    p.op.layout.shape.row_bytes = packed_row_bytes(c_.hidden);
+    p.plan = plan_packed_dispatch(p.op.layout.shape, num_sms(r), limits(r));
+    check(launch_dispatch(p, d.stream), "launch quantised dispatch");
   }
 
   // Along the handle that the last dispatch left in sanitised and recv_rows.
