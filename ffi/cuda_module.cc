@@ -157,9 +157,9 @@ nb::list error_records(int64_t id) { return error_list(*require_buffer(id)); }
 
 int64_t next_ticket(int64_t id) { return require_buffer(id)->notices().next_ticket(); }
 
-nb::dict read_notice(int64_t id, int64_t ticket, double wait_s) {
+nb::dict read_notice(int64_t id, int64_t ticket, double wait_s, std::optional<double> spin_s) {
   auto buffer = require_buffer(id);
-  return to_dict(wait_for_notice(buffer->notices(), ticket, wait_s));
+  return to_dict(wait_for_notice(buffer->notices(), ticket, wait_s, spin_s));
 }
 
 }  // namespace
@@ -185,7 +185,7 @@ NB_MODULE(_ffi_cuda, m) {
   m.def("take_data_faults", &take_data_faults, "id"_a);
   m.def("error_records", &error_records, "id"_a);
   m.def("next_ticket", &next_ticket, "id"_a);
-  m.def("read_notice", &read_notice, "id"_a, "ticket"_a, "wait_s"_a);
+  m.def("read_notice", &read_notice, "id"_a, "ticket"_a, "wait_s"_a, "spin_s"_a = nb::none());
   m.attr("num_notice_slots") = jax_ep::kNoticeSlots;
   m.def("default_num_sms", &default_num_sms, "device_sms"_a);
   m.def("most_num_sms", &most_num_sms, "device_sms"_a);
