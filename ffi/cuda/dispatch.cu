@@ -22,11 +22,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #if defined(JAX_EP_BULK_COPY)
   extern __shared__ __align__(128) char shared[];
   __shared__ BlockState block;
-  init_shared(p, shared);
-  route_ahead<kRouted>(p, shared);
   const OpContext ctx = OpContext::make(p.op, block);
-  const bool begun = begin_operation<Transport>(ctx);
-  if (begun) dispatch_bulk<Transport, kRouted, kPacked>(ctx, p, shared);
+  const bool begun = dispatch_bulk<Transport, kRouted, kPacked>(ctx, p, shared);
   finish_operation(ctx, begun, [&] { spoil_dispatch(p); });
 #endif
 }
@@ -99,7 +96,8 @@ __global__ void __launch_bounds__(kPlainThreads, 1)
   const bool begun = begin_operation<Transport>(ctx);
   if (begun) {
     const Placement place = placement_in(p, shared);
-    if (route_and_place<Transport, kRouted>(ctx, p, shared, place)) {
+    route_share<Transport, kRouted>(ctx, p, shared);
+    if (place_all_rows<kRouted>(ctx, p, place)) {
       PlainDispatch<kRouted> work(ctx, p, place);
       exchange_rows<Transport>(ctx, work, p.plan.senders);
       clear_unfilled_rows(ctx, p, place, threadIdx.x, blockDim.x);
