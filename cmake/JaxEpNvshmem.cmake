@@ -14,11 +14,8 @@ if(NOT JAX_EP_NVSHMEM STREQUAL "AUTO" AND NOT JAX_EP_NVSHMEM)
   return()
 endif()
 
-set(jax_ep_nvshmem_wheel "nvidia-nvshmem-cu${CMAKE_CUDA_COMPILER_VERSION_MAJOR}")
-if(NOT CMAKE_CUDA_COMPILER_VERSION_MAJOR)
-  string(REGEX MATCH "^[0-9]+" jax_ep_cuda_major "${CMAKE_CUDA_COMPILER_VERSION}")
-  set(jax_ep_nvshmem_wheel "nvidia-nvshmem-cu${jax_ep_cuda_major}")
-endif()
+string(REGEX MATCH "^[0-9]+" jax_ep_cuda_major "${CMAKE_CUDA_COMPILER_VERSION}")
+set(jax_ep_nvshmem_wheel "nvidia-nvshmem-cu${jax_ep_cuda_major}")
 set(jax_ep_nvshmem_root "${NVSHMEM_HOME}")
 if(NOT jax_ep_nvshmem_root)
   # Wheels for different CUDA versions lie in the same folder: that of another one does not count.
@@ -30,12 +27,14 @@ header = next(f for f in files if f.name == 'nvshmem.h')
 print(pathlib.Path(header.locate()).parents[1])"
     OUTPUT_VARIABLE jax_ep_nvshmem_root OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 endif()
-find_path(JAX_EP_NVSHMEM_INCLUDE nvshmemx.h PATHS "${jax_ep_nvshmem_root}/include"
-          NO_DEFAULT_PATH NO_CACHE)
+foreach(found JAX_EP_NVSHMEM_INCLUDE JAX_EP_NVSHMEM_DEVICE JAX_EP_NVSHMEM_HOST)
+  unset(${found} CACHE)  # a build folder may outlive a wheel
+endforeach()
+find_path(JAX_EP_NVSHMEM_INCLUDE nvshmemx.h PATHS "${jax_ep_nvshmem_root}/include" NO_DEFAULT_PATH)
 find_file(JAX_EP_NVSHMEM_DEVICE libnvshmem_device.a PATHS "${jax_ep_nvshmem_root}/lib"
-          NO_DEFAULT_PATH NO_CACHE)
+          NO_DEFAULT_PATH)
 find_file(JAX_EP_NVSHMEM_HOST NAMES libnvshmem_host.so.3 libnvshmem_host.so
-          PATHS "${jax_ep_nvshmem_root}/lib" NO_DEFAULT_PATH NO_CACHE)
+          PATHS "${jax_ep_nvshmem_root}/lib" NO_DEFAULT_PATH)
 if(NOT JAX_EP_NVSHMEM_INCLUDE OR NOT JAX_EP_NVSHMEM_DEVICE OR NOT JAX_EP_NVSHMEM_HOST)
   if(JAX_EP_NVSHMEM STREQUAL "AUTO")
     message(STATUS "jax_ep: NVSHMEM was not found; GPUs of one host only")
