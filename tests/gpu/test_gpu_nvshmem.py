@@ -38,7 +38,7 @@ def seed() -> int:
 
 
 def test_bits_are_those_of_one_process(tmp_path, crew, seed):
-    """Gradients included, and float8 as far as the cases have it."""
+    """Of every result of the case table, gradients included."""
     table = test_cases_agree.TABLE
     names = [name for name in test_cases_agree.OF_TWO if table[name].T > 0]
     crew.run(tmp_path, "case_table", {"cases": names, "seed": seed})
@@ -80,9 +80,13 @@ def test_windows_of_closed_buffers_are_used_again(tmp_path, crew):
         assert result["sound"] == [None] * len(result["sound"])
 
 
-def test_what_is_not_offered_says_so_in_both_processes(tmp_path, crew):
-    for result in crew.run(tmp_path, "refusals"):
-        assert result["mode"]["type"] == "EpUsageError"
-        assert "mode='low_latency' is not offered" in result["mode"]["text"]
-        assert result["size"]["type"] == "EpError"
-        assert "NVSHMEM_SYMMETRIC_SIZE" in result["size"]["text"]
+def test_low_latency_is_refused_in_both_processes(tmp_path, crew):
+    for result in crew.run(tmp_path, "refused", {"for": "mode"}):
+        assert result["type"] == "EpUsageError"
+        assert "mode='low_latency' is not offered" in result["text"]
+
+
+def test_a_window_that_the_heap_has_no_room_for_is_refused_in_both_processes(tmp_path, crew):
+    for result in crew.run(tmp_path, "refused", {"for": "size"}):
+        assert result["type"] == "EpError"
+        assert "NVSHMEM_SYMMETRIC_SIZE" in result["text"]

@@ -120,17 +120,17 @@ def buffers_in_turn(world: World) -> dict:
     return {"given_back": given_back, "sound": sound}
 
 
-def refusals(world: World) -> dict:
-    """What is not offered over NVSHMEM; all processes hear it."""
+def refused(world: World) -> dict:
+    """A buffer that NVSHMEM does not serve, or has no room for; all processes hear it."""
     mesh = expert_mesh(len(jax.devices()))
     case = cases.Case(name="refused", T=8, H=32, K=2, E=8, R=mesh.size)
-    config = programs.make_config(case, mode="low_latency")
-    found = {"mode": failure_of(lambda: jax_ep.Buffer(mesh, "expert", config, backend="native"))}
     # More than any GPU has, since NVSHMEM's heap may grow.
-    huge = dataclasses.replace(case, T=65_535, H=1 << 16, dtype="float32", chunk=65_535)
-    config = programs.make_config(huge)
-    found["size"] = failure_of(lambda: jax_ep.Buffer(mesh, "expert", config, backend="native"))
-    return found
+    huge = dataclasses.replace(case, T=65_535, H=1 << 16, chunk=65_535)
+    config = {
+        "mode": programs.make_config(case, mode="low_latency"),
+        "size": programs.make_config(huge),
+    }[world.settings["for"]]
+    return failure_of(lambda: jax_ep.Buffer(mesh, "expert", config, backend="native"))
 
 
 def _checked(buffer: jax_ep.Buffer, run) -> None:
