@@ -133,8 +133,14 @@ class SendItems {
                         arrival_flag(epoch, false));
     } else if (p_.row_scalars != nullptr) {
       const int64_t offset = combine_scalars_offset(ctx_, {ctx_.rank(), id_.token});
+      if constexpr (Transport::kPuts) {
+        if (Transport::is_remote(ctx_, id_.peer)) {
+          Transport::put_scalar(ctx_, id_.peer, offset + int64_t{4} * lanes_.k, scalar());
+          return;
+        }
+      }
       auto* to = reinterpret_cast<float*>(Transport::window(ctx_, id_.peer, offset));
-      to[lanes_.k] = entry_.row >= 0 ? p_.row_scalars[entry_.row] : 0.0f;
+      to[lanes_.k] = scalar();
     }
   }
 
@@ -163,6 +169,7 @@ class SendItems {
 
  private:
   __device__ int count() const { return __popc(added_); }
+  __device__ float scalar() const { return entry_.row >= 0 ? p_.row_scalars[entry_.row] : 0.0f; }
   __device__ MessageId message_of(int64_t index) const {
     const int token = static_cast<int>(index / num_sources_);
     const int other = static_cast<int>(index - int64_t{token} * num_sources_);
@@ -223,6 +230,9 @@ class FinalItems {
       const Arrival arrival = read_arrival(seen_, epoch);
       pending_ = arrival == Arrival::kPending;
       if (arrival == Arrival::kAbsent) included_ = false;
+      if (arrival == Arrival::kArrived) {
+        GroupTransport::see_payload(ctx_, now_.rank, ctx_.own_window(offset), seen_);
+      }
     }
     __syncwarp();  // what one lane has acquired, all may read
     const unsigned pending = __ballot_sync(kFullWarp, pending_);

@@ -39,6 +39,7 @@ class PlainDispatch {
   __device__ const char* source_row(int token) const {
     return p_.x + int64_t{token} * p_.op.layout.shape.row_bytes;
   }
+  __device__ int64_t message_bytes() const { return p_.op.layout.shape.message().bytes(); }
   __device__ void write_record(char* slot, int token, const Entry& entry, int rank) const {
     const MessageFormat format = p_.op.layout.shape.message();
     if (lane_id() == 0) *reinterpret_cast<int32_t*>(slot + format.source_offset()) = token;
@@ -190,7 +191,8 @@ void plan_plain(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan
 DispatchPlan make_plan(const WindowShape& shape, int num_sms, const DeviceLimits& limits,
                        bool whole_rows) {
   DispatchPlan plan{};
-  plan.bulk = limits.bulk_copy && (!whole_rows || whole_rows_fit(shape, limits.max_shared_bytes));
+  plan.bulk = !GroupTransport::kPuts && limits.bulk_copy &&
+              (!whole_rows || whole_rows_fit(shape, limits.max_shared_bytes));
   plan.num_blocks = num_sms;
   if (plan.bulk) {
     plan_bulk(shape, limits.max_shared_bytes, whole_rows, &plan);
@@ -206,9 +208,13 @@ using Kernel = void (*)(DispatchParams);
 
 template <bool kRouted>
 Kernel kernel_of(bool bulk, bool packed) {
-  if (!bulk) return dispatch_plain_kernel<PeerTransport, kRouted>;
-  return packed ? dispatch_bulk_kernel<PeerTransport, kRouted, true>
-                : dispatch_bulk_kernel<PeerTransport, kRouted, false>;
+  if constexpr (!GroupTransport::kPuts) {
+    if (bulk) {
+      return packed ? dispatch_bulk_kernel<GroupTransport, kRouted, true>
+                    : dispatch_bulk_kernel<GroupTransport, kRouted, false>;
+    }
+  }
+  return dispatch_plain_kernel<GroupTransport, kRouted>;
 }
 Kernel kernel_of(bool bulk, bool routed, bool packed) {
   return routed ? kernel_of<true>(bulk, packed) : kernel_of<false>(bulk, packed);

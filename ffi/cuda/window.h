@@ -21,6 +21,9 @@ struct PeerTable {
   uint32_t generation;  // resets so far: tickets of starts from before the last are stale
   char* window[kMaxRanks];
   char* control[kMaxRanks];
+  // Over NVSHMEM: ranks whose pointers are null are reached by puts to these processing elements.
+  uint32_t num_remote;
+  int32_t pe[kMaxRanks];
 };
 
 // Host memory that the GPU writes and the host reads without a CUDA call. The error's kind is
