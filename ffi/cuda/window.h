@@ -69,6 +69,7 @@ struct ChannelState {
   Counter blocks_done;
   Counter slots_read[kNumBuffers];  // of the chunk in that buffer
   Counter chunk_credits;            // 1 + chunks whose credit has been sent; 0: peers not greeted
+  Counter side_data_sent[kNumBuffers];  // combine: messages of all chunks in that buffer so far
   Counter fault_count;
   alignas(128) uint64_t first_fault;  // ~pack_fault, the largest being the first
 };
