@@ -76,6 +76,12 @@ bool reserve_control(int64_t id, int ordinal, std::vector<int> pes, bool only_pu
   return memory->needs_staging();
 }
 
+// Not collective: whether a new window will find room, as far as this process sees.
+void require_room(int64_t id, int64_t bytes) {
+  nb::gil_scoped_release release;
+  Reservations::instance().find(id)->require_room(bytes);
+}
+
 void reserve_window(int64_t id, int64_t number, int64_t bytes) {
   nb::gil_scoped_release release;
   Reservations::instance().find(id)->take_window(number, bytes);
@@ -114,6 +120,7 @@ NB_MODULE(_ffi_nvshmem, m) {
   m.def("reserve_control", &reserve_control, nb::kw_only(), "id"_a, "ordinal"_a, "pes"_a,
         "only_puts"_a);
   m.def("windows_given_back", &NvshmemMemory::given_back);
+  m.def("require_room", &require_room, nb::kw_only(), "id"_a, "bytes"_a);
   m.def("reserve_window", &reserve_window, nb::kw_only(), "id"_a, "number"_a, "bytes"_a);
   m.def("drop_reservation", &drop_reservation, "id"_a);
   m.def("create_buffer", &create_buffer, nb::kw_only(), "device_ordinals"_a, "num_experts"_a,

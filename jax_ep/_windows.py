@@ -318,6 +318,10 @@ def _reserve(
         staging=staging,
     )["total_bytes"]
     number = _transports.window_for_all([windows for _, windows in everyone], num_bytes)
+    if number < 0:
+        with peers.failures_told(), _errors_of_ours():
+            native.require_room(id=buffer_id, bytes=num_bytes)
+        peers.gather("find room for windows", b"")
     with peers.failures_told(), _errors_of_ours():
         native.reserve_window(id=buffer_id, number=number, bytes=num_bytes)
     peers.gather("make windows", b"")

@@ -2,6 +2,7 @@
 #include <nvshmemx.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -85,15 +86,26 @@ void start_as(const NvshmemPlace& place, const std::string& unique_id) {
   start(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
 }
 
+CudaError no_room(int64_t bytes, const std::string& purpose) {
+  return CudaError(purpose + " needs " + std::to_string(bytes) +
+                   " bytes of NVSHMEM's heap, which has no room for them: raise "
+                   "NVSHMEM_SYMMETRIC_SIZE in the environment of all processes (a buffer that is "
+                   "closed leaves its window to later ones of the same size only), lower "
+                   "chunk_tokens, or leave the GPU more memory with "
+                   "XLA_PYTHON_CLIENT_MEM_FRACTION");
+}
+
 char* allocate(int64_t bytes, const std::string& purpose) {
   void* memory = nvshmem_align(static_cast<size_t>(kBufferAlignment), static_cast<size_t>(bytes));
-  if (memory != nullptr) return static_cast<char*>(memory);
-  throw CudaError(purpose + " needs " + std::to_string(bytes) +
-                  " bytes of NVSHMEM's heap, which has no room for them: raise "
-                  "NVSHMEM_SYMMETRIC_SIZE in the environment of all processes (a buffer that is "
-                  "closed leaves its window to later ones of the same size only), lower "
-                  "chunk_tokens, or leave the GPU more memory with "
-                  "XLA_PYTHON_CLIENT_MEM_FRACTION");
+  if (memory == nullptr) throw no_room(bytes, purpose);
+  return static_cast<char*>(memory);
+}
+
+// A heap that grows does so in steps of this many bytes; one that does not was taken at the start.
+constexpr int64_t kHeapStep = int64_t{512} << 20;
+bool heap_grows() {
+  const char* disabled = std::getenv("NVSHMEM_DISABLE_CUDA_VMM");
+  return disabled == nullptr || std::strcmp(disabled, "0") == 0;
 }
 
 }  // namespace
@@ -148,6 +160,17 @@ bool NvshmemMemory::needs_staging() const {
   return std::any_of(pes_.begin(), pes_.end(), [&](int pe) {
     return pe != own && (only_puts_ || nvshmem_ptr(control_, pe) == nullptr);
   });
+}
+
+void NvshmemMemory::require_room(int64_t bytes) const {
+  if (!heap_grows()) return;
+  const DeviceGuard guard(ordinal_);
+  size_t free_bytes = 0;
+  size_t all_bytes = 0;
+  require_ok(cudaMemGetInfo(&free_bytes, &all_bytes), "asking for the GPU's free memory");
+  if (align_up(bytes, kHeapStep) > static_cast<int64_t>(free_bytes)) {
+    throw no_room(bytes, "a window");
+  }
 }
 
 void NvshmemMemory::take_window(int64_t number, int64_t bytes) {

@@ -38,6 +38,9 @@ class NvshmemMemory : public SymmetricMemory {
 
   // Whether there are ranks that only puts reach.
   bool needs_staging() const;
+  // Not collective: throws CudaError when the GPU has no memory left for the heap to grow by a new
+  // window. NVSHMEM, asked all the same, leaves the process unfit for anything else.
+  void require_room(int64_t bytes) const;
   // Takes the window: one that was given back, by its number in given_back(), or, where it is
   // negative, a new one, which is collective. Throws CudaError when the heap has no room.
   void take_window(int64_t number, int64_t bytes);

@@ -46,6 +46,9 @@ class Heap:
     def windows_given_back(self):
         return list(self.given_back)
 
+    def require_room(self, **arguments):
+        self._note("require_room", **arguments)
+
     def reserve_window(self, **arguments):
         self._note("reserve_window", **arguments)
 
@@ -127,6 +130,7 @@ def test_all_take_the_same_window_and_open_it():
         joined = heap.arguments("join_world")
         assert joined == {"ordinal": 5, "processes": [2, 5], "pe": pe, "unique_id": b"unique"}
         assert heap.arguments("reserve_control")["pes"] == [0, 1]
+        assert heap.arguments("require_room") == {"id": 7, "bytes": size}
         assert heap.arguments("reserve_window") == {"id": 7, "number": -1, "bytes": size}
         settings = heap.arguments("create_buffer")
         assert settings["staging"] is True
@@ -154,11 +158,19 @@ def test_a_window_that_all_have_given_back_is_taken_again():
     again = [Heap([(3, size), (4, size)], started=True), Heap([(4, size)], started=True)]
     assert create_in_all(again, [[0, 1]]) == [7, 7]
     assert [heap.arguments("reserve_window")["number"] for heap in again] == [4, 4]
-    assert "unique_id" not in again[0].names()
+    assert not {"unique_id", "require_room"} & set(again[0].names())
 
 
 @pytest.mark.parametrize(
-    "step", ["unique_id", "join_world", "reserve_control", "reserve_window", "create_buffer"]
+    "step",
+    [
+        "unique_id",
+        "join_world",
+        "reserve_control",
+        "require_room",
+        "reserve_window",
+        "create_buffer",
+    ],
 )
 def test_a_step_that_fails_in_one_process_fails_in_all_before_the_next(step):
     heaps = [Heap(fails=step), Heap()]
@@ -166,7 +178,7 @@ def test_a_step_that_fails_in_one_process_fails_in_all_before_the_next(step):
     assert isinstance(first, jax_ep.EpError)
     assert f"{step} went wrong" in str(first)
     assert f"process 0 failed: no buffer could be made: {step} went wrong" in str(second)
-    order = ["join_world", "reserve_control", "reserve_window", "create_buffer"]
+    order = ["join_world", "reserve_control", "require_room", "reserve_window", "create_buffer"]
     later = order[order.index(step) + 1 :] if step in order else order
     for heap in heaps:
         assert not set(later) & set(heap.names())
