@@ -2,9 +2,11 @@
 
 import os
 
-_FLAG = "--xla_force_host_platform_device_count"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+import xla_flags
+
+for _flag in ("--xla_force_host_platform_device_count=8", xla_flags.quick_to_compile()):
+    if _flag.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 
 import cases  # noqa: E402  (after the flags: importing jax may read them)
 import numpy as np  # noqa: E402
