@@ -32,11 +32,18 @@ test: $(VENV)/installed
 test-gpu: $(VENV)/installed-cuda
 	$(BIN)/python -m pytest -q tests/gpu
 
-# Compiles the CUDA backend for one architecture and loads it; needs nvcc and no GPU.
+# Compiles the CUDA backend and that over NVSHMEM for one architecture, and loads them; needs nvcc and
+# no GPU. The build does not see $(VENV), so it is told where NVSHMEM's wheel lies.
+CUDA_MAJOR = $(shell nvcc --version | sed -n 's/.*release \([0-9]*\).*/\1/p')
+NVSHMEM = nvidia-nvshmem-cu$(CUDA_MAJOR)==3.4.5
+NVSHMEM_FOLDER = import importlib.util as u; print(u.find_spec('nvidia.nvshmem').submodule_search_locations[0])
 check-cuda: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --no-deps '$(NVSHMEM)'
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/check-cuda . \
 	  --config-settings=build-dir=build/check-cuda-objects \
 	  --config-settings=cmake.define.JAX_EP_CUDA=ON \
+	  --config-settings=cmake.define.JAX_EP_NVSHMEM=ON \
+	  --config-settings=cmake.define.NVSHMEM_HOME="$$($(BIN)/python -c "$(NVSHMEM_FOLDER)")" \
 	  --config-settings=cmake.define.JAX_EP_CUDA_ARCHITECTURES=90a
 	$(BIN)/python tests/gpu/check_module.py build/check-cuda/jax_ep
 

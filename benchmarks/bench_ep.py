@@ -6,11 +6,13 @@
     python benchmarks/bench_ep.py --platform cpu --ranks 8 --shape 1024,1024,2,16 --json out
     python benchmarks/bench_ep.py --list             # the points of a run on GPUs, by importance
     python benchmarks/bench_ep.py --points 'T4096-*-64sm' --ops dispatch combine --peer peer.py
+    python benchmarks/bench_ep.py --processes 2 --systems native --ops dispatch combine
 
 All systems dispatch to identical expert-major rows and combine to the same sums, which every run
 checks, and their inputs and capacity are the same. Times are slopes between a short and a long
 chain of operations inside one jitted program; the number of calls in the compiled HLO is checked.
-Each number of ranks runs in a process of its own, with as many devices.
+Each number of ranks runs in a process of its own, with as many devices, or with --processes in
+several that share them out; those repeat each point as often as each other, and have no budget.
 
 On GPUs (where jax_ep's CUDA module is built and JAX sees them) the default run is the table of
 ``ep_bench/points.py``, for as long as ``--budget`` lasts; ``--full`` measures every combination.
@@ -20,7 +22,8 @@ the routing drawn has it: distinct (token, remote rank) pairs times the row's by
 send a token once to a rank, more for those that pad; a round trip crosses twice, forward+backward
 four times. The floor (``ep_bench/floor.py``) is the time that link and memory need at the least; it
 is a record too, and null where the device's rates are not known. "glue_us" is what the links of the
-chain cost, as part of "us". Results go to <device>-x<ranks>.json and a picture beside it.
+chain cost, as part of "us". Results go to <device>-x<ranks>.json, with -p<processes> where there
+are several, and a picture beside it.
 
 ``--peer FILE.py`` adds another library; ``ep_bench/peer.py`` says what the file must define. Where
 git does not know the sources, pass --commit, or set JAX_EP_COMMIT. The exit status is 1 if a
@@ -28,6 +31,8 @@ system failed anywhere.
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -61,11 +66,15 @@ def main() -> None:
         options.platform, num_devices = platforms.choose(options.platform)
     except ValueError as error:
         sys.exit(str(error))
-    if options.budget is None and options.platform == "cuda" and not options.full:
+    alone = options.processes == 1
+    if alone and options.budget is None and options.platform == "cuda" and not options.full:
         options.budget = GPU_BUDGET_S
     all_ranks = options.ranks or platforms.default_ranks(options.platform, num_devices)
     if options.quick and not options.ranks:
         all_ranks = all_ranks[:1]
+    for num_ranks in all_ranks:
+        if num_ranks % options.processes:
+            sys.exit(f"--processes {options.processes} cannot share {num_ranks} devices out evenly")
     failed = False
     for place, num_ranks in enumerate(all_ranks):
         share = None
@@ -113,8 +122,16 @@ def _options() -> argparse.Namespace:
     add("--commit", help="what to record instead of what git says")
     add("--json", type=pathlib.Path, metavar="DIR", help="where to write <device>-x<ranks>.json")
     add("--quick", action="store_true", help="one shape and two repeats")
+    add("--processes", type=int, default=1, help="that share the devices out (default: 1)")
     add("--worker", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    add("--process", type=int, default=0, help=argparse.SUPPRESS)
+    add("--address", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.processes < 1:
+        parser.error(f"--processes {options.processes}: pass 1 or more")
+    if options.processes > 1 and options.budget is not None and options.worker is None:
+        parser.error("--processes cannot keep a --budget; narrow the run with --points or --shape")
+    return options
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -152,15 +169,18 @@ def _measure_in_subprocess(
 
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", str(num_ranks)]
     command += ["--seed", str(options.seed), "--platform", options.platform]
+    command += ["--address", f"127.0.0.1:{platforms.free_port()}"]
     if budget is not None:
         command += ["--budget", str(budget)]
     told: dict[str, list[Any]] = {"environment": [], "record": [], "failed": [], "left_out": []}
-    with subprocess.Popen(
-        command,
-        env=os.environ | platforms.variables(options.platform, num_ranks),
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    devices_each = num_ranks // options.processes
+    environment_each = os.environ | platforms.variables(options.platform, devices_each)
+    start = functools.partial(subprocess.Popen, env=environment_each, text=True)
+    with contextlib.ExitStack() as stack:
+        for place in range(1, options.processes):
+            other = start([*command, "--process", str(place)], stdout=subprocess.DEVNULL)
+            stack.callback(_end, other)
+        process = stack.enter_context(start(command, stdout=subprocess.PIPE))
         for line in process.stdout:
             if not line.startswith("{"):  # a library's
                 print(line, end="", file=sys.stderr)
@@ -183,6 +203,15 @@ def _measure_in_subprocess(
     if directory is not None and told["record"]:
         _write(directory, environment, told["record"])
     return bool(told["failed"])
+
+
+def _end(process: subprocess.Popen) -> None:
+    """The first process has ended: another has a moment to do so too."""
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _show_progress(kind: str, what: Any, platform: str) -> None:
@@ -216,6 +245,8 @@ def _work(options: argparse.Namespace) -> None:
     began = time.monotonic()
     from ep_bench import environment, measure, plan
 
+    if options.processes > 1:
+        plan.join_processes(options)
     try:
         mesh = plan.make_mesh(options.worker)
         points, settings = plan.make(options, began)

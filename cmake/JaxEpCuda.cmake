@@ -47,20 +47,14 @@ if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
 endif()
 find_package(CUDAToolkit REQUIRED)
 
-# Layout, protocol, transport and the CUDA backend: no Python and no XLA.
-add_library(jax_ep_cuda STATIC
-  ffi/cuda/combine.cu
-  ffi/cuda/combine_grad.cu
+# What all modules of GPUs are made of: no Python and no XLA. Position-independent objects, not a
+# library: the modules bring the kernels that these need.
+add_library(jax_ep_cuda_host OBJECT
   ffi/cuda/cuda_buffer.cc
   ffi/cuda/cuda_group.cc
   ffi/cuda/cuda_rank.cc
-  ffi/cuda/dispatch.cu
   ffi/cuda/float8_rows.cu
-  ffi/cuda/ll_combine.cu
-  ffi/cuda/ll_combine_grad.cu
-  ffi/cuda/ll_dispatch.cu
   ffi/cuda/ll_window.cc
-  ffi/cuda/notify.cu
   ffi/cuda/scratch.cu
   ffi/protocol/error_text.cc
   ffi/transport/cuda_counters.cc
@@ -68,25 +62,44 @@ add_library(jax_ep_cuda STATIC
   ffi/transport/cuda_memory.cc
   ffi/transport/cuda_window.cc
   ffi/transport/notice_board.cc)
-target_include_directories(jax_ep_cuda PUBLIC ffi)
-# The runtime is linked in: it opens the driver when it is first used, and shares each GPU's context
-# with the runtime that XLA brings.
-target_link_libraries(jax_ep_cuda PUBLIC CUDA::cudart_static Threads::Threads)
-# Sums round as they do on CPU: every fused multiply-add is one that the source asks for.
-target_compile_options(jax_ep_cuda PRIVATE
-  $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false>
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-fno-math-errno;-ffp-contract=off>)
+add_library(jax_ep_cuda STATIC
+  ffi/cuda/combine.cu
+  ffi/cuda/combine_grad.cu
+  ffi/cuda/dispatch.cu
+  ffi/cuda/ll_combine.cu
+  ffi/cuda/ll_combine_grad.cu
+  ffi/cuda/ll_dispatch.cu
+  ffi/cuda/notify.cu
+  $<TARGET_OBJECTS:jax_ep_cuda_host>)
+foreach(target jax_ep_cuda_host jax_ep_cuda)
+  target_include_directories(${target} PUBLIC ffi)
+  # The runtime is linked in: it opens the driver when it is first used, and shares each GPU's
+  # context with the runtime that XLA brings.
+  target_link_libraries(${target} PUBLIC CUDA::cudart_static Threads::Threads)
+  # Sums round as they do on CPU: every fused multiply-add is one that the source asks for.
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:-fmad=false>
+    $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-fno-math-errno;-ffp-contract=off>)
+endforeach()
 
-nanobind_add_module(_ffi_cuda NB_STATIC STABLE_ABI
+# Handlers of XLA that modules of GPUs share.
+add_library(jax_ep_cuda_handlers OBJECT
   ffi/handlers/call.cc
   ffi/handlers/cuda_call.cc
   ffi/handlers/cuda_handlers.cc
-  ffi/handlers/cuda_low_latency.cc
-  ffi/handlers/low_latency_operands.cc
   ffi/handlers/notify_operands.cc
   ffi/handlers/operands.cc
-  ffi/handlers/shapes.cc
-  ffi/cuda_module.cc)
+  ffi/handlers/shapes.cc)
+target_include_directories(jax_ep_cuda_handlers PRIVATE ffi)
+target_include_directories(jax_ep_cuda_handlers SYSTEM PRIVATE "${XLA_FFI_INCLUDE_DIR}"
+                           ${CUDAToolkit_INCLUDE_DIRS})
+target_compile_options(jax_ep_cuda_handlers PRIVATE -Wall -Wextra)
+
+nanobind_add_module(_ffi_cuda NB_STATIC STABLE_ABI
+  ffi/handlers/cuda_low_latency.cc
+  ffi/handlers/low_latency_operands.cc
+  ffi/cuda_module.cc
+  $<TARGET_OBJECTS:jax_ep_cuda_handlers>)
 target_include_directories(_ffi_cuda SYSTEM PRIVATE "${XLA_FFI_INCLUDE_DIR}")
 target_compile_options(_ffi_cuda PRIVATE -Wall -Wextra)
 # What is linked in stays our own, whatever libraries of the same names Python has loaded.
@@ -95,3 +108,5 @@ target_link_libraries(_ffi_cuda PRIVATE jax_ep_cuda)
 install(TARGETS _ffi_cuda LIBRARY DESTINATION jax_ep)
 message(STATUS "jax_ep: building the CUDA backend for ${JAX_EP_CUDA_ARCHITECTURES} with nvcc "
                "${CMAKE_CUDA_COMPILER_VERSION}")
+
+include(cmake/JaxEpNvshmem.cmake)

@@ -7,10 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/cuda_buffer.h"
-#include "handlers/cuda_handlers.h"
+#include "cuda_shared_module.h"
 #include "handlers/cuda_low_latency.h"
-#include "shared_module.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,18 +17,7 @@ namespace jax_ep::gpu {
 namespace {
 
 nb::dict registrations() {
-  nb::dict targets;
-  targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_cuda);
-  targets["jax_ep_dispatch_routed"] =
-      handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_routed_cuda);
-  targets["jax_ep_dispatch_float8"] =
-      handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_float8_cuda);
-  targets["jax_ep_dispatch_routed_float8"] =
-      handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_routed_float8_cuda);
-  targets["jax_ep_notify"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_notify_cuda);
-  targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_cuda);
-  targets["jax_ep_combine_grad"] =
-      handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_grad_cuda);
+  nb::dict targets = handlers_of_operations();
   const std::pair<const char*, Handler> low_latency[] = {
       {"jax_ep_ll_dispatch", jax_ep_ll_dispatch_cuda},
       {"jax_ep_ll_dispatch_start", jax_ep_ll_dispatch_start_cuda},
@@ -50,10 +37,6 @@ nb::dict registrations() {
 
 nb::dict type_registrations() { return site_registration("jax_ep_site_cuda"); }
 
-std::shared_ptr<CudaBuffer> require_buffer(int64_t id) {
-  return require_open(find_cuda_buffer(id), id);
-}
-
 int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_experts,
                       int num_experts_per_tok, int64_t hidden, int itemsize, int tokens_per_epoch,
                       int max_tokens_per_rank, double timeout_s, int64_t fingerprint, int num_sms,
@@ -64,11 +47,6 @@ int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_exp
                                  hidden, itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
                                  fingerprint, num_sms, low_latency})
       ->id();
-}
-
-void close_buffer(int64_t id) {
-  nb::gil_scoped_release release;
-  close_cuda_buffer(id);
 }
 
 // Of a buffer that several processes share: what the others need of this one's windows, and what
@@ -86,81 +64,6 @@ void join_buffer(int64_t id, const std::vector<nb::bytes>& offers) {
   buffer->join(bytes);
 }
 
-std::vector<std::string> absent_processes(int64_t id) {
-  std::vector<std::string> absent;
-  for (const auto& group : require_buffer(id)->groups()) {
-    for (int rank : group->ranks_gone()) {
-      absent.push_back("the process of rank " + std::to_string(rank) + ", which has closed it");
-    }
-  }
-  return absent;
-}
-
-void drain_buffer(int64_t id) {
-  auto buffer = require_buffer(id);
-  nb::gil_scoped_release release;
-  buffer->require_idle();
-}
-
-void reset_buffer(int64_t id) {
-  auto buffer = require_buffer(id);
-  nb::gil_scoped_release release;
-  buffer->reset();
-}
-
-nb::dict stats(int64_t id) {
-  auto buffer = require_buffer(id);
-  uint64_t dispatch_epochs = 0;
-  uint64_t combine_epochs = 0;
-  {
-    nb::gil_scoped_release release;
-    for (const auto& group : buffer->groups()) {
-      dispatch_epochs += group->epochs(kDispatchChannel);
-      combine_epochs += group->epochs(kCombineChannel);
-    }
-  }
-  nb::dict result;
-  result["num_groups"] = buffer->groups().size();
-  result["num_ranks"] = buffer->num_ranks();
-  result["window_bytes"] = buffer->window_bytes();
-  result["dispatch_epochs"] = dispatch_epochs;
-  result["combine_epochs"] = combine_epochs;
-  result["num_sms"] = buffer->num_sms();
-  result["launches"] = buffer->num_launches.load();
-  result["captured_launches"] = buffer->num_captures.load();
-  result["notify_returned_ns"] = buffer->notify_returned_ns.load();
-  return result;
-}
-
-nb::object take_data_faults(int64_t id) {
-  auto buffer = require_buffer(id);
-  int64_t count = 0;
-  nb::dict first;
-  int group_index = 0;
-  for (const auto& group : buffer->groups()) {
-    if (const auto faults = group->take_data_faults()) {
-      const auto& [rank, group_count, fault] = *faults;
-      if (count == 0) {
-        first = fault_dict(group_index, rank, fault.token, fault.k, fault.value, fault.duplicate);
-      }
-      count += group_count;
-    }
-    ++group_index;
-  }
-  if (count == 0) return nb::none();
-  first["count"] = count;
-  return first;
-}
-
-nb::list error_records(int64_t id) { return error_list(*require_buffer(id)); }
-
-int64_t next_ticket(int64_t id) { return require_buffer(id)->notices().next_ticket(); }
-
-nb::dict read_notice(int64_t id, int64_t ticket, double wait_s) {
-  auto buffer = require_buffer(id);
-  return to_dict(wait_for_notice(buffer->notices(), ticket, wait_s));
-}
-
 }  // namespace
 }  // namespace jax_ep::gpu
 
@@ -175,18 +78,5 @@ NB_MODULE(_ffi_cuda, m) {
   m.def("next_buffer_id", &next_cuda_buffer_id);
   m.def("memory_offer", &memory_offer, "id"_a);
   m.def("join_buffer", &join_buffer, "id"_a, "offers"_a);
-  m.def("absent_processes", &absent_processes, "id"_a);
-  m.def("drain_buffer", &drain_buffer, "id"_a);
-  m.def("close_buffer", &close_buffer, "id"_a);
-  m.def("reset_buffer", &reset_buffer, "id"_a);
-  m.def("window_bytes", [](int64_t id) { return require_buffer(id)->window_bytes(); }, "id"_a);
-  m.def("stats", &stats, "id"_a);
-  m.def("take_data_faults", &take_data_faults, "id"_a);
-  m.def("error_records", &error_records, "id"_a);
-  m.def("next_ticket", &next_ticket, "id"_a);
-  m.def("read_notice", &read_notice, "id"_a, "ticket"_a, "wait_s"_a);
-  m.attr("num_notice_slots") = jax_ep::kNoticeSlots;
-  m.def("default_num_sms", &default_num_sms, "device_sms"_a);
-  m.def("most_num_sms", &most_num_sms, "device_sms"_a);
-  m.attr("has_test_hooks") = false;
+  define_buffers(m);
 }

@@ -137,9 +137,9 @@ nb::list error_records(int64_t id) { return error_list(*require_buffer(id)); }
 
 int64_t next_ticket(int64_t id) { return require_buffer(id)->notices().next_ticket(); }
 
-nb::dict read_notice(int64_t id, int64_t ticket, double wait_s) {
+nb::dict read_notice(int64_t id, int64_t ticket, double wait_s, std::optional<double> spin_s) {
   auto buffer = require_buffer(id);
-  return to_dict(wait_for_notice(buffer->notices(), ticket, wait_s));
+  return to_dict(wait_for_notice(buffer->notices(), ticket, wait_s, spin_s));
 }
 
 std::string payload(int64_t id) {
@@ -228,7 +228,7 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("take_data_faults", &take_data_faults, "id"_a);
   m.def("error_records", &error_records, "id"_a);
   m.def("next_ticket", &next_ticket, "id"_a);
-  m.def("read_notice", &read_notice, "id"_a, "ticket"_a, "wait_s"_a);
+  m.def("read_notice", &read_notice, "id"_a, "ticket"_a, "wait_s"_a, "spin_s"_a = nb::none());
   m.attr("num_notice_slots") = kNoticeSlots;
   m.def("window_layout", &window_layout, nb::kw_only(), "num_ranks"_a, "tokens_per_epoch"_a,
         "num_experts"_a, "num_experts_per_tok"_a, "row_bytes"_a, "staging"_a, "records"_a = false);

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -72,11 +74,15 @@ inline nanobind::dict fault_dict(int group, int rank, int token, int k, int32_t 
 }
 
 // Other threads of Python run meanwhile: the operation may be waiting for one.
-inline NoticeReading wait_for_notice(const NoticeBoard& board, int64_t ticket, double wait_s) {
+inline NoticeReading wait_for_notice(const NoticeBoard& board, int64_t ticket, double wait_s,
+                                     std::optional<double> spin_s) {
   nanobind::gil_scoped_release release;
-  const auto wait = std::chrono::duration_cast<NoticeBoard::Clock::duration>(
-      std::chrono::duration<double>(wait_s));
-  return board.read(static_cast<uint32_t>(ticket), NoticeBoard::Clock::now() + wait);
+  const auto duration = [](double seconds) {
+    return std::chrono::duration_cast<NoticeClock::duration>(
+        std::chrono::duration<double>(seconds));
+  };
+  const NoticeClock::duration spin = spin_s ? duration(*spin_s) : NoticeBoard::kSpin;
+  return board.read(static_cast<uint32_t>(ticket), NoticeClock::now() + duration(wait_s), spin);
 }
 
 inline nanobind::dict to_dict(const NoticeReading& reading) {
@@ -87,6 +93,8 @@ inline nanobind::dict to_dict(const NoticeReading& reading) {
   entry["rank"] = reading.rank;
   entry["counter"] = reading.counter;
   entry["seen"] = reading.seen;
+  // As Python's time.monotonic_ns() has it.
+  entry["read_at_ns"] = std::chrono::nanoseconds(reading.read_at.time_since_epoch()).count();
   if (ready) {
     const size_t bytes = reading.values.size() * sizeof(uint32_t);
     entry["values"] = nanobind::bytes(reading.values.data(), bytes);

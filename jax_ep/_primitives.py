@@ -212,7 +212,7 @@ def _call(target: str, layout: RouteLayout | RoutingGroup, operands, results, **
     rank = lax.axis_index(layout.axis_names)
     operands = cast_varying(layout.axis_names, rank, *operands)
     call = jax.ffi.ffi_call(
-        target,
+        target + layout.target_suffix,
         [_result_type(shape, dtype, operands[0]) for shape, dtype in results],
         has_side_effect=False,
         vmap_method="sequential",

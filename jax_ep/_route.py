@@ -66,6 +66,7 @@ def routing_group(buffer: Buffer) -> RoutingGroup:
         axis_names=buffer.axis_names,
         num_ranks=buffer.num_ranks,
         experts_per_rank=buffer.experts_per_rank,
+        target_suffix=buffer.target_suffix,
     )
 
 

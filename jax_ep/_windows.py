@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from . import _native, _transports
 from ._bootstrap import Peers
 from .config import EpConfig
 from .errors import EpError, EpUsageError
@@ -79,9 +80,35 @@ def compare(
         "backend": backend,
         "the kind of the devices": repr(sorted({device.device_kind for device in own})),
     }
+    if own[0].platform == "gpu":
+        for variable in (_transports.FORCE_REMOTE, _transports.TRANSPORT):
+            facts[f"{variable} in the environment"] = os.getenv(variable, "")
     for field in dataclasses.fields(config):
         facts[f"config.{field.name}"] = str(getattr(config, field.name))
     peers.compare("make a buffer", facts)
+
+
+def module_for(platform: str, config: EpConfig, members: Members) -> str:
+    """The name of the module that serves the buffer, the same in all its processes.
+
+    Raises:
+        EpUsageError: the processes are such as no module serves together.
+    """
+    peers = members.peers
+    if platform != "cuda" or not peers.are_several:
+        return platform
+    gpus = sum(ordinal >= 0 for group in members.device_ordinals() for ordinal in group)
+    place = _place()
+    own = [place["host"], place["boot"] or place["host"], gpus, _native.is_built("nvshmem")]
+    everyone = [json.loads(part) for part in peers.gather("find", json.dumps(own).encode())]
+    return _transports.module_for_gpus(
+        [
+            _transports.Process(index, *facts)
+            for index, facts in zip(peers.processes, everyone, strict=True)
+        ],
+        _transports.Wishes.read(),
+        config.mode,
+    )
 
 
 def create(
@@ -108,8 +135,9 @@ def create(
         "max_tokens_per_rank": config.max_tokens_per_rank,
         "timeout_s": default_timeout_s(config, platform),
     }
-    if platform == "cuda":
+    if platform in ("cuda", "nvshmem"):
         settings["num_sms"] = config.num_sms or 0
+    if platform == "cuda":
         settings["low_latency"] = config.mode == "low_latency"
     peers = members.peers
     if not peers.are_several:
@@ -118,6 +146,8 @@ def create(
     try:
         if platform == "cuda":
             _share_gpus(native, settings, peers)
+        elif platform == "nvshmem":
+            _share_symmetric(native, settings, config, members)
         else:
             settings["processes"], settings["here"] = members.processes(), peers.here
             _share(native, settings, peers)
@@ -166,18 +196,21 @@ def _errors_of_ours() -> Iterator[None]:
         raise EpError(f"no buffer could be made: {error}") from error
 
 
-def _agreed_id(native: ModuleType, platform: str, peers: Peers) -> int:
-    """An id that is new in every process, all of which share a host and a user."""
-    own = {
-        "id": native.next_buffer_id(),
+def _place() -> dict[str, Any]:
+    return {
         "host": machine.node(),
         "boot": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "",
         "user": os.geteuid(),
     }
+
+
+def _agreed_id(native: ModuleType, platform: str, peers: Peers) -> int:
+    """An id that is new in every process, all of which share a host and a user, or NVSHMEM."""
+    own = {"id": native.next_buffer_id(), **_place()}
     everyone = [json.loads(part) for part in peers.gather("number", json.dumps(own).encode())]
     for process, other in zip(peers.processes, everyone, strict=True):
         first = everyone[0]
-        if any(other[name] != first[name] for name in ("boot", "user")):
+        if platform != "nvshmem" and any(other[name] != first[name] for name in ("boot", "user")):
             raise EpUsageError(
                 f"process {peers.processes[0]} is on host {first['host']} as user {first['user']}, "
                 f"process {process} on host {other['host']} as user {other['user']}; {platform} "
@@ -214,3 +247,82 @@ def _share_gpus(native: ModuleType, settings: dict[str, Any], peers: Peers) -> N
     with peers.failures_told(), _errors_of_ours():
         native.join_buffer(buffer_id, offers)
     peers.gather("map windows", b"")
+
+
+def _share_symmetric(
+    native: ModuleType, settings: dict[str, Any], config: EpConfig, members: Members
+) -> None:
+    """Every process takes the same places of NVSHMEM's heap.
+
+    What takes them waits for all processes, without a deadline: each step begins once all have told
+    that the one before went well.
+    """
+    buffer_id, peers = settings["id"], members.peers
+    try:
+        ordinal = _start_nvshmem(native, settings, peers)
+        settings["staging"] = _reserve(native, buffer_id, ordinal, config, members)
+        with peers.failures_told():
+            _make(native, settings)
+    except BaseException:
+        native.drop_reservation(buffer_id)
+        raise
+    peers.gather("open windows", b"")
+
+
+def _start_nvshmem(native: ModuleType, settings: dict[str, Any], peers: Peers) -> int:
+    """Starts it, or finds it started; returns this process's GPU."""
+    (ordinal,) = (n for group in settings["device_ordinals"] for n in group if n >= 0)
+    is_first, started, unique_id = peers.here == peers.processes[0], native.is_started(), b""
+    with peers.failures_told(), _errors_of_ours():
+        if is_first and not started:
+            unique_id = native.unique_id()
+    everyone = peers.gather("start NVSHMEM", bytes([started]) + unique_id)
+    if len({part[0] for part in everyone}) > 1:
+        raise EpUsageError(
+            "NVSHMEM runs in some of the buffer's processes and not in others; start it in all of "
+            f"{peers.processes} or in none, and make all buffers across nodes of the same processes"
+        )
+    with peers.failures_told(), _errors_of_ours():
+        native.join_world(
+            ordinal=ordinal,
+            processes=list(peers.processes),
+            pe=peers.processes.index(peers.here),
+            unique_id=everyone[0][1:],
+        )
+    peers.gather("take places of NVSHMEM's heap", b"")
+    return ordinal
+
+
+def _reserve(
+    native: ModuleType, buffer_id: int, ordinal: int, config: EpConfig, members: Members
+) -> bool:
+    """Takes control block and window; whether the window has send regions."""
+    peers = members.peers
+    (group,) = (group for group in members.processes() if peers.here in group)
+    with peers.failures_told(), _errors_of_ours():
+        staging = native.reserve_control(
+            id=buffer_id,
+            ordinal=ordinal,
+            pes=[peers.processes.index(process) for process in group],
+            only_puts=_transports.Wishes.read().only_puts,
+        )
+    own = json.dumps([staging, native.windows_given_back()]).encode()
+    everyone = [json.loads(part) for part in peers.gather("compare windows", own)]
+    staging = any(needs for needs, _ in everyone)
+    num_bytes = _native.window_layout(
+        num_ranks=len(group),
+        tokens_per_epoch=config.tokens_per_epoch,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        row_bytes=config.row_bytes,
+        staging=staging,
+    )["total_bytes"]
+    number = _transports.window_for_all([windows for _, windows in everyone], num_bytes)
+    if number < 0:
+        with peers.failures_told(), _errors_of_ours():
+            native.require_room(id=buffer_id, bytes=num_bytes)
+        peers.gather("find room for windows", b"")
+    with peers.failures_told(), _errors_of_ours():
+        native.reserve_window(id=buffer_id, number=number, bytes=num_bytes)
+    peers.gather("make windows", b"")
+    return staging

@@ -37,8 +37,8 @@ class Buffer:
     Args:
         mesh: the ``jax.sharding.Mesh`` that ``jax.shard_map`` uses. Its devices may be those of
             several processes: each of these makes the buffer, with the same arguments and in the
-            same order as its other buffers. For the native backend they are CPU devices of
-            processes of one host.
+            same order as its other buffers. For the native backend they are CPU devices or GPUs of
+            processes of one host or, with NVSHMEM and one process per GPU, GPUs of several.
         axis_name: the mesh axis, or tuple of axes, along which the experts are split. A rank is an
             index along it, in row-major order of the tuple as ``jax.lax.axis_index`` counts. Every
             combination of positions on the mesh's other axes is a group of its own.
@@ -89,6 +89,11 @@ class Buffer:
             self._fingerprint = _fingerprint(config, mesh, self._axis_names, self._backend)
             self._native = _native.load(platform) if self._backend == "native" else None
         _windows.compare(self._peers, mesh, self._axis_names, config, self._backend)
+        members = _windows.Members(mesh, self._axis_names, self._peers)
+        if self._native is not None:
+            platform = _windows.module_for(platform, config, members)
+            with self._peers.failures_told():
+                self._native = _native.load(platform)
         if self._native is None:
             self._id = next(_reference_ids)
             self._window_bytes = 0
@@ -98,7 +103,7 @@ class Buffer:
                 self._native,
                 platform,
                 config,
-                _windows.Members(mesh, self._axis_names, self._peers),
+                members,
                 self._fingerprint,
             )
             # A finalizer runs once: at close(), at garbage collection or at exit.
@@ -139,6 +144,11 @@ class Buffer:
     def native_module(self) -> ModuleType | None:
         """The compiled module that serves the buffer; None on the reference backend."""
         return self._native
+
+    @property
+    def target_suffix(self) -> str:
+        """What the names of the native module's targets end with where XLA knows them."""
+        return _native.target_suffix(self._native)
 
     @property
     def peers(self) -> _bootstrap.Peers:

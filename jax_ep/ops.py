@@ -327,4 +327,5 @@ def _layout(
         expert_alignment=alignment,
         zero_tail=boolean("zero_tail", zero_tail),
         expand=boolean("expand", expand),
+        target_suffix=buffer.target_suffix,
     )

@@ -34,6 +34,7 @@ class RouteLayout:
         zero_tail: whether rows past the last segment are zero (otherwise unspecified).
         expand: whether ``tokens`` are expert-major rows (otherwise slots).
         float8: how dispatch quantised rows; None: they travelled as they were.
+        target_suffix: what the names of the buffer's native targets end with.
     """
 
     buffer_id: int
@@ -46,6 +47,7 @@ class RouteLayout:
     zero_tail: bool
     expand: bool
     float8: Float8 | None = None
+    target_suffix: str = ""
 
 
 @functools.partial(

@@ -15,6 +15,7 @@ class RoutingGroup:
         axis_names: the mesh axes along which the experts are split.
         num_ranks: R.
         experts_per_rank: E_l.
+        target_suffix: what the names of the buffer's native targets end with.
     """
 
     buffer_id: int
@@ -22,6 +23,7 @@ class RoutingGroup:
     axis_names: tuple[str, ...]
     num_ranks: int
     experts_per_rank: int
+    target_suffix: str = ""
 
 
 @functools.partial(

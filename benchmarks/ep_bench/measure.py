@@ -1,7 +1,7 @@
 """Measures points in this process, which has as many devices as ranks.
 
-One process drives all ranks. Where several do, all must run the same programs in the same order:
-give ``timing.Limits`` equal numbers of repeats, and no budget.
+Where several processes drive the ranks, all must run the same programs in the same order: with
+``timing.fixed`` limits and no budget they do.
 """
 
 import concurrent.futures

@@ -12,10 +12,21 @@ from . import floor, measure, peer, points, timing, workload
 from .systems import GPU_ONLY, OPS, SYSTEMS, System, default_systems
 
 QUICK_LENGTHS = (1, 2)
+# Of each point, where several processes must do the same.
+FIXED_REPEATS = 20
 QUICK_LIMITS = timing.Limits(2, 2, 0.0)
 CPU_LENGTHS = (1, 5)
 CPU_LIMITS = timing.Limits(5, 40, 3.0)
 GPU_LIMITS = timing.Limits(5, 40, 1.0, warm_ups=8)
+
+
+def join_processes(options: argparse.Namespace) -> None:
+    """Joins this process with the others, each of which has its share of the devices."""
+    own = None
+    if options.platform == "cuda":
+        each = options.worker // options.processes
+        own = list(range(options.process * each, (options.process + 1) * each))
+    jax.distributed.initialize(options.address, options.processes, options.process, own)
 
 
 def make_mesh(num_ranks: int) -> Mesh:
@@ -77,6 +88,8 @@ def make(
         lengths, limits = gpu_lengths, GPU_LIMITS
     else:
         lengths, limits = lambda system, T: CPU_LENGTHS, CPU_LIMITS
+    if options.processes > 1:
+        limits = timing.fixed(FIXED_REPEATS, limits.warm_ups)
     budget = options.budget
     settings = measure.Settings(
         systems=systems,

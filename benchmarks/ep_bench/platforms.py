@@ -6,6 +6,7 @@ Nothing here starts a JAX backend in this process: on GPUs that would take the m
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -49,13 +50,22 @@ def default_ranks(platform: str, num_devices: int) -> tuple[int, ...]:
     return (1 << (num_devices.bit_length() - 1),)
 
 
-def variables(platform: str, num_ranks: int) -> dict[str, str]:
-    """Environment variables of a process that measures."""
+def variables(platform: str, num_devices: int) -> dict[str, str]:
+    """Environment variables of a process that measures with so many devices."""
     if platform == "cuda":
         return _CUDA_VARIABLES
     # XLA takes the last of repeated flags.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_ranks}"
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
+    )
     return {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _count_cuda_devices() -> int:

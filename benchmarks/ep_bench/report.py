@@ -12,9 +12,10 @@ from .points import LOW_LATENCY
 def write_json(
     directory: pathlib.Path, environment: dict[str, Any], records: Sequence[dict[str, Any]]
 ) -> pathlib.Path:
-    """Writes ``<device>-x<ranks>.json`` and returns its path."""
+    """Writes ``<device>-x<ranks>[-p<processes, if several>].json`` and returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{file_stem(environment['device'])}.json"
+    several = f"-p{environment['processes']}" if environment["processes"] > 1 else ""
+    path = directory / f"{file_stem(environment['device'])}{several}.json"
     path.write_text(
         json.dumps({"environment": environment, "records": list(records)}, indent=1) + "\n"
     )

@@ -1,6 +1,7 @@
 """Slopes of chained programs, measured in turns."""
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -33,12 +34,24 @@ class Limits:
 
     Up to ``warm_ups`` runs of every program come before: on GPUs, XLA records a graph of a program
     only when it has run a few times. Two of slow ones have to do.
+
+    With no end, ``seconds`` being infinite, no number of runs depends on time: several processes
+    must run the same.
     """
 
     min_repeats: int
     max_repeats: int
     seconds: float
     warm_ups: int = 0
+
+    @property
+    def endless(self) -> bool:
+        return math.isinf(self.seconds)
+
+
+def fixed(repeats: int, warm_ups: int) -> Limits:
+    """As often, however long it takes."""
+    return Limits(repeats, repeats, math.inf, warm_ups)
 
 
 def slopes(
@@ -53,7 +66,7 @@ def slopes(
     """
     for by_length in programs.values():
         for program in by_length.values():
-            _warm_up(program, limits.warm_ups)
+            _warm_up(program, limits.warm_ups, SLOW_S if not limits.endless else math.inf)
     samples = {name: [] for name in programs}
     names = list(programs)
     start = time.perf_counter()
@@ -66,10 +79,10 @@ def slopes(
     return {name: _summary(pairs) for name, pairs in samples.items()}
 
 
-def _warm_up(program: Callable[[], object], most: int) -> None:
+def _warm_up(program: Callable[[], object], most: int, slow_s: float) -> None:
     start = time.perf_counter()
     for run in range(most):
-        if run >= 2 and time.perf_counter() - start > SLOW_S:
+        if run >= 2 and time.perf_counter() - start > slow_s:
             return
         program()
 

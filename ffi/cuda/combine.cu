@@ -52,18 +52,22 @@ __global__ void __launch_bounds__(kPlainThreads, 1)
 
 using Kernel = void (*)(CombineParams);
 
+template <class Transport, RowType kType>
+Kernel kernel_of(bool bulk) {
+  if constexpr (!Transport::kPuts) {
+    if (bulk) return combine_bulk_kernel<Transport, kType>;
+  }
+  return combine_plain_kernel<Transport, kType>;
+}
 template <class Transport>
 Kernel kernel_of(RowType type, bool bulk) {
   switch (type) {
     case RowType::kFloat32:
-      return bulk ? combine_bulk_kernel<Transport, RowType::kFloat32>
-                  : combine_plain_kernel<Transport, RowType::kFloat32>;
+      return kernel_of<Transport, RowType::kFloat32>(bulk);
     case RowType::kBFloat16:
-      return bulk ? combine_bulk_kernel<Transport, RowType::kBFloat16>
-                  : combine_plain_kernel<Transport, RowType::kBFloat16>;
+      return kernel_of<Transport, RowType::kBFloat16>(bulk);
     case RowType::kFloat16:
-      return bulk ? combine_bulk_kernel<Transport, RowType::kFloat16>
-                  : combine_plain_kernel<Transport, RowType::kFloat16>;
+      return kernel_of<Transport, RowType::kFloat16>(bulk);
   }
   return nullptr;
 }
@@ -112,7 +116,7 @@ void plan_plain(CombinePlan* plan) {
 
 CombinePlan plan_combine(const WindowShape& shape, int num_sms, const DeviceLimits& limits) {
   CombinePlan plan{};
-  plan.bulk = limits.bulk_copy;
+  plan.bulk = !GroupTransport::kPuts && limits.bulk_copy;
   plan.num_blocks = num_sms;
   plan.item_bytes = Item::bytes(shape.num_experts_per_tok);
   if (plan.bulk) {
@@ -126,7 +130,7 @@ CombinePlan plan_combine(const WindowShape& shape, int num_sms, const DeviceLimi
 cudaError_t prepare_combine() {
   for (RowType type : {RowType::kFloat32, RowType::kBFloat16, RowType::kFloat16}) {
     for (bool bulk : {false, true}) {
-      const Kernel kernel = kernel_of<PeerTransport>(type, bulk);
+      const Kernel kernel = kernel_of<GroupTransport>(type, bulk);
       const cudaError_t error = prepare_kernel(reinterpret_cast<const void*>(kernel));
       if (error != cudaSuccess) return error;
     }
@@ -136,7 +140,7 @@ cudaError_t prepare_combine() {
 
 cudaError_t launch_combine(const CombineParams& params, cudaStream_t stream) {
   const CombinePlan& plan = params.plan;
-  const Kernel kernel = kernel_of<PeerTransport>(params.row_type, plan.bulk);
+  const Kernel kernel = kernel_of<GroupTransport>(params.row_type, plan.bulk);
   kernel<<<plan.num_blocks, plan.threads, static_cast<size_t>(plan.shared_bytes), stream>>>(params);
   return cudaGetLastError();
 }

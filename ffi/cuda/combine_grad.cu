@@ -55,18 +55,22 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 using Kernel = void (*)(CombineGradParams);
 
+template <class Transport, RowType kType>
+Kernel kernel_of(bool bulk) {
+  if constexpr (!Transport::kPuts) {
+    if (bulk) return combine_grad_bulk_kernel<Transport, kType>;
+  }
+  return combine_grad_plain_kernel<Transport, kType>;
+}
 template <class Transport>
 Kernel kernel_of(RowType type, bool bulk) {
   switch (type) {
     case RowType::kFloat32:
-      return bulk ? combine_grad_bulk_kernel<Transport, RowType::kFloat32>
-                  : combine_grad_plain_kernel<Transport, RowType::kFloat32>;
+      return kernel_of<Transport, RowType::kFloat32>(bulk);
     case RowType::kBFloat16:
-      return bulk ? combine_grad_bulk_kernel<Transport, RowType::kBFloat16>
-                  : combine_grad_plain_kernel<Transport, RowType::kBFloat16>;
+      return kernel_of<Transport, RowType::kBFloat16>(bulk);
     case RowType::kFloat16:
-      return bulk ? combine_grad_bulk_kernel<Transport, RowType::kFloat16>
-                  : combine_grad_plain_kernel<Transport, RowType::kFloat16>;
+      return kernel_of<Transport, RowType::kFloat16>(bulk);
   }
   return nullptr;
 }
@@ -88,7 +92,7 @@ CombineGradPlan plan_combine_grad(const WindowShape& shape, int num_sms,
   const int64_t room = limits.max_shared_bytes - kSmallThings;
   constexpr int kMostWarps = kThreads / kWarp;
   plan.workers = static_cast<int>(std::min<int64_t>(kMostWarps - 1, room / plan.warp_bytes()));
-  plan.bulk = limits.bulk_copy && plan.workers >= kFewestBulkWarps;
+  plan.bulk = !GroupTransport::kPuts && limits.bulk_copy && plan.workers >= kFewestBulkWarps;
   if (!plan.bulk) plan.workers = kMostWarps;
   plan.senders = shape.num_ranks == 1 ? plan.workers : plan.workers / 2;
   plan.threads = (plan.workers + (plan.bulk ? 1 : 0)) * kWarp;
@@ -105,7 +109,7 @@ CombineGradPlan plan_combine_grad(const WindowShape& shape, int num_sms,
 cudaError_t prepare_combine_grad() {
   for (RowType type : {RowType::kFloat32, RowType::kBFloat16, RowType::kFloat16}) {
     for (bool bulk : {false, true}) {
-      const Kernel kernel = kernel_of<PeerTransport>(type, bulk);
+      const Kernel kernel = kernel_of<GroupTransport>(type, bulk);
       const cudaError_t error = prepare_kernel(reinterpret_cast<const void*>(kernel));
       if (error != cudaSuccess) return error;
     }
@@ -115,7 +119,7 @@ cudaError_t prepare_combine_grad() {
 
 cudaError_t launch_combine_grad(const CombineGradParams& params, cudaStream_t stream) {
   const CombineGradPlan& plan = params.plan;
-  const Kernel kernel = kernel_of<PeerTransport>(params.row_type, plan.bulk);
+  const Kernel kernel = kernel_of<GroupTransport>(params.row_type, plan.bulk);
   kernel<<<plan.num_blocks, plan.threads, static_cast<size_t>(plan.shared_bytes), stream>>>(params);
   return cudaGetLastError();
 }

@@ -251,9 +251,13 @@ __device__ inline void init_grad_shared(const CombineGradParams& p, char* shared
   auto* barriers = reinterpret_cast<uint64_t*>(shared + p.plan.barrier_offset);
   auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
   const int tid = static_cast<int>(threadIdx.x);
-  if (tid < kGradBarriers * p.plan.workers) barrier_init(barriers + tid, 1);
+  // By one lane of each warp: those of several lanes are set up one by one.
+  if (lane_id() == 0 && warp_id() < p.plan.workers) {
+    for (int i = 0; i < kGradBarriers; ++i)
+      barrier_init(barriers + warp_id() * kGradBarriers + i, 1);
+    barrier_init_fence();
+  }
   if (tid < p.plan.senders) boxes[tid].completed = boxes[tid].published = boxes[tid].finished = 0;
-  barrier_init_fence();
 }
 
 template <class Transport, RowType kType>

@@ -118,6 +118,7 @@ class GradWork {
   __device__ const char* source_row(int token) const {
     return p_.g + token * p_.op.layout.shape.row_bytes;
   }
+  __device__ int64_t message_bytes() const { return p_.op.layout.shape.row_bytes; }
   __device__ void write_record(char*, int, const Entry&, int) const {}
   __device__ void absent(MessageId) const {}
   __device__ void keep(int token, const Entry&) const {

@@ -115,9 +115,10 @@ class SendItems {
     id_ = message_of(valid_ ? index : first);
     entry_ = valid_ ? load_expert_row(p_, id_, lanes_.k) : ExpertRow{};
     added_ = added_rows(p_, __ballot_sync(kFullWarp, entry_.row >= 0) & lanes_.mates);
-    const int last_token = message_of(min(messages, first + lanes_.num_groups) - 1).token;
-    for (int chunk = ctx_.chunk_of(last_token); chunk_ < chunk; ++chunk_) {
-      if (!wait_for_credits(ctx_, chunk_ + 1)) return false;
+    first_ = first;
+    end_ = min(messages, first + lanes_.num_groups);
+    for (int chunk = ctx_.chunk_of(message_of(end_ - 1).token); chunk_ < chunk; ++chunk_) {
+      if (!wait_for_credits(ctx_, chunk_ + 1) || !wait_for_side_data(chunk_ + 1)) return false;
     }
     return true;
   }
@@ -125,17 +126,8 @@ class SendItems {
   // Sends what needs no sum: the flags of messages without rows, and scalars.
   template <class Transport>
   __device__ void send_side_data() const {
-    if (!valid_) return;
-    if (count() == 0) {
-      if (lanes_.k != 0) return;
-      const uint64_t epoch = ctx_.chunk_epoch(ctx_.chunk_of(id_.token));
-      Transport::signal(ctx_, id_.peer, combine_flag_offset(ctx_, {ctx_.rank(), id_.token}),
-                        arrival_flag(epoch, false));
-    } else if (p_.row_scalars != nullptr) {
-      const int64_t offset = combine_scalars_offset(ctx_, {ctx_.rank(), id_.token});
-      auto* to = reinterpret_cast<float*>(Transport::window(ctx_, id_.peer, offset));
-      to[lanes_.k] = entry_.row >= 0 ? p_.row_scalars[entry_.row] : 0.0f;
-    }
+    send_side_data_of_lane<Transport>();
+    if (ctx_.op.num_chunks > kNumBuffers) count_side_data();
   }
 
   // The lanes that stand for this batch's items: the first lane of each group with rows.
@@ -162,7 +154,59 @@ class SendItems {
   }
 
  private:
+  template <class Transport>
+  __device__ void send_side_data_of_lane() const {
+    if (!valid_) return;
+    if (count() == 0) {
+      if (lanes_.k != 0) return;
+      const uint64_t epoch = ctx_.chunk_epoch(ctx_.chunk_of(id_.token));
+      Transport::signal(ctx_, id_.peer, combine_flag_offset(ctx_, {ctx_.rank(), id_.token}),
+                        arrival_flag(epoch, false));
+    } else if (p_.row_scalars != nullptr) {
+      const int64_t offset = combine_scalars_offset(ctx_, {ctx_.rank(), id_.token});
+      if constexpr (Transport::kPuts) {
+        if (Transport::is_remote(ctx_, id_.peer)) {
+          Transport::put_scalar(ctx_, id_.peer, offset + int64_t{4} * lanes_.k, scalar());
+          return;
+        }
+      }
+      auto* to = reinterpret_cast<float*>(Transport::window(ctx_, id_.peer, offset));
+      to[lanes_.k] = scalar();
+    }
+  }
+
+  // A peer waits for the flags of the ranks that its token names, and for no other: its credit does
+  // not say that all our flags of a chunk are set. A late one must not overwrite the next in its
+  // place. So a chunk begins when all messages of those in the same buffer before it are counted.
+  __device__ void count_side_data() const {
+    __syncwarp();
+    if (lane_id() != 0) return;
+    for (int64_t first = first_; first < end_;) {
+      const int chunk = ctx_.chunk_of(message_of(first).token);
+      const int64_t end = min(end_, (chunk + 1) * messages_of_chunk());
+      cuda::atomic_ref<uint32_t, kDeviceScope> sent(
+          ctx_.op.state()->side_data_sent[chunk % kNumBuffers].value);
+      sent.fetch_add(static_cast<uint32_t>(end - first), cuda::memory_order_release);
+      first = end;
+    }
+  }
+  // False when the operation is aborted.
+  __device__ bool wait_for_side_data(int chunk) const {
+    const auto target = static_cast<uint32_t>(chunk / kNumBuffers * messages_of_chunk());
+    const uint32_t* sent = &ctx_.op.state()->side_data_sent[chunk % kNumBuffers].value;
+    BoundedWait bound;
+    for (uint32_t seen; (seen = load_acquire<kDeviceScope>(sent)) < target;) {
+      if (bound.over(ctx_, WaitFor::kRow, ctx_.rank(), ctx_.chunk_epoch(chunk), target, seen))
+        break;
+    }
+    return !__any_sync(kFullWarp, ctx_.aborted());
+  }
+  __device__ int64_t messages_of_chunk() const {
+    return int64_t{num_sources_} * ctx_.op.tokens_per_epoch;
+  }
+
   __device__ int count() const { return __popc(added_); }
+  __device__ float scalar() const { return entry_.row >= 0 ? p_.row_scalars[entry_.row] : 0.0f; }
   __device__ MessageId message_of(int64_t index) const {
     const int token = static_cast<int>(index / num_sources_);
     const int other = static_cast<int>(index - int64_t{token} * num_sources_);
@@ -175,6 +219,8 @@ class SendItems {
   const int num_sources_;
   Tickets tickets_;
   int chunk_ = 0;
+  int64_t first_ = 0;  // messages of this batch
+  int64_t end_ = 0;
   bool valid_ = false;
   MessageId id_{0, 0};
   ExpertRow entry_;
@@ -223,6 +269,9 @@ class FinalItems {
       const Arrival arrival = read_arrival(seen_, epoch);
       pending_ = arrival == Arrival::kPending;
       if (arrival == Arrival::kAbsent) included_ = false;
+      if (arrival == Arrival::kArrived) {
+        GroupTransport::see_payload(ctx_, now_.rank, ctx_.own_window(offset), seen_);
+      }
     }
     __syncwarp();  // what one lane has acquired, all may read
     const unsigned pending = __ballot_sync(kFullWarp, pending_);

@@ -80,6 +80,11 @@ __device__ void send_sums(const OpContext& ctx, const CombineParams& p, Item* it
     __syncwarp();
     sum_item<kType>(p, item);
     __syncwarp();
+    if constexpr (Transport::kPuts) {
+      Transport::put(ctx, item->flag_rank, combine_row_offset(ctx, {ctx.rank(), item->token}),
+                     p.op.layout.shape.row_bytes);
+      Transport::order(ctx.op);
+    }
     if (lane_id() == 0) {
       fence_system();
       const int token = item->token;

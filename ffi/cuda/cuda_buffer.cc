@@ -25,12 +25,13 @@ CudaSettings settings_of(const CudaBufferOptions& options) {
   }
   const WindowLayout layout = WindowLayout::make(
       {num_ranks, options.tokens_per_epoch, options.num_experts, options.num_experts_per_tok,
-       options.hidden * options.itemsize, /*staging=*/false,
+       options.hidden * options.itemsize, options.staging,
        /*records=*/options.low_latency});
   return {num_ranks > 1 ? layout : without_payload(layout), options.max_tokens_per_rank,
           options.num_sms,
           std::chrono::duration_cast<std::chrono::nanoseconds>(
-              std::chrono::duration<double>(options.timeout_s))};
+              std::chrono::duration<double>(options.timeout_s)),
+          options.symmetric};
 }
 
 std::vector<std::unique_ptr<CudaGroup>> make_groups(const CudaBufferOptions& options,
@@ -145,6 +146,12 @@ void CudaBuffer::join(const std::vector<std::string>& offers) {
   }
 }
 
+void CudaBuffer::join_symmetric() {
+  for (auto& group : groups_) {
+    if (group->is_shared()) group->connect_symmetric();
+  }
+}
+
 int CudaBuffer::num_sms() const {
   const Place& place = places_.at(ordinals_.at(0));
   return group(place.group).rank(place.rank).num_sms();
@@ -159,7 +166,13 @@ void CudaBuffer::abort(OpKind op, const std::string& why) {
   for (auto& group : groups_) group->abort(op, why);
 }
 
-bool CudaBuffer::wait_idle() const { return devices_idle(ordinals_, settings_.timeout + kGrace); }
+bool CudaBuffer::wait_idle() const {
+  const auto limit = settings_.timeout + kGrace;
+  if (!devices_idle(ordinals_, limit)) return false;
+  if (settings_.symmetric == nullptr) return true;
+  for (const auto& group : groups_) group->settle();
+  return devices_idle(ordinals_, limit);
+}
 
 void CudaBuffer::require_idle() const {
   if (wait_idle()) return;

@@ -27,6 +27,8 @@ struct CudaBufferOptions {
   int64_t fingerprint;
   int num_sms;  // 0: chosen for each GPU
   bool low_latency = false;
+  bool staging = false;  // some peer is reached by puts
+  std::shared_ptr<SymmetricMemory> symmetric = nullptr;
 };
 
 class CudaBuffer {
@@ -51,6 +53,8 @@ class CudaBuffer {
   // What other processes need to map our memory, and what they have offered.
   std::string offer() const;
   void join(const std::vector<std::string>& offers);
+  // The same where symmetric memory is shared.
+  void join_symmetric();
   int num_sms() const;  // of the first GPU here
   int64_t window_bytes() const;
 

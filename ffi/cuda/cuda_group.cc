@@ -120,6 +120,16 @@ void CudaGroup::connect(const std::vector<MemoryOffer>& offers) {
   }
 }
 
+void CudaGroup::connect_symmetric() {
+  for (CudaRank* rank : ranks_here()) {
+    std::vector<PeerMemory> memory;
+    for (int r = 0; r < num_ranks(); ++r) {
+      memory.push_back(r == rank->rank() ? rank->memory() : settings_.symmetric->of_rank(r));
+    }
+    rank->open(memory);
+  }
+}
+
 double CudaGroup::timeout_s() const {
   return std::chrono::duration<double>(settings_.timeout).count();
 }
@@ -144,6 +154,10 @@ void CudaGroup::abort(OpKind op, const std::string& why) {
   for (CudaRank* rank : ranks_here()) {
     rank->poison(rank->memory().control);
     for (const MappedMemory& other : mapped_[rank->rank()]) rank->poison(other.memory().control);
+    if (settings_.symmetric == nullptr) continue;
+    for (int r = 0; r < num_ranks(); ++r) {
+      if (ranks_[r] == nullptr) rank->poison_rank(r);
+    }
   }
 }
 
@@ -210,6 +224,10 @@ std::vector<int> CudaGroup::ranks_gone() const {
   return gone;
 }
 
+void CudaGroup::settle() {
+  for (CudaRank* rank : ranks_here()) rank->settle();
+}
+
 void CudaGroup::reset() {
   for (CudaRank* rank : ranks_here()) rank->clear();
   std::lock_guard<std::mutex> lock(mutex_);
@@ -229,9 +247,12 @@ void CudaGroup::free_memory() {
     std::vector<MappedMemory>& mapped = mapped_[rank->rank()];
     for (const MappedMemory& other : mapped) rank->leave(other.memory().control);
     mapped.clear();
-    if (elsewhere.empty()) rank->free_memory();
+    if (settings_.symmetric != nullptr) {
+      for (int r : elsewhere) rank->leave_rank(r);
+    }
+    if (elsewhere.empty() || settings_.symmetric != nullptr) rank->free_memory();
   }
-  if (elsewhere.empty()) return;
+  if (elsewhere.empty() || settings_.symmetric != nullptr) return;
   for (auto& rank : ranks_) {
     if (rank != nullptr) LeftBehind::instance().add(std::move(rank), elsewhere);
   }

@@ -36,6 +36,8 @@ class CudaGroup {
   std::vector<MemoryOffer> offers(int index) const;
   // offers: of this group, of all other processes.
   void connect(const std::vector<MemoryOffer>& offers);
+  // The same where symmetric memory is shared.
+  void connect_symmetric();
 
   // Why no operation can start, if so: somebody has given up, and nobody has called reset().
   std::optional<std::string> refusal() const;
@@ -51,6 +53,8 @@ class CudaGroup {
   // Ranks of other processes that have closed the buffer.
   std::vector<int> ranks_gone() const;
 
+  // What ranks here have put arrives, before the devices are idle again.
+  void settle();
   // The caller has waited for all operations to end.
   void reset();
   void shut();

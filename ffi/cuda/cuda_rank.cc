@@ -92,7 +92,9 @@ CudaRank::CudaRank(int ordinal, int rank, const CudaSettings& settings)
       limits_(usable_device(ordinal)),
       num_sms_(checked_num_sms(settings.num_sms, ordinal, limits_.num_sms)),
       scratch_layout_(ScratchLayout::make(settings.layout.shape, settings.max_tokens_per_rank)),
-      window_(ordinal, settings.layout, sizeof(Lasting)),
+      window_(settings.symmetric
+                  ? CudaWindow(ordinal, settings.layout, sizeof(Lasting), settings.symmetric)
+                  : CudaWindow(ordinal, settings.layout, sizeof(Lasting))),
       scratch_(ordinal, scratch_layout_.total_bytes,
                "scratch for max_tokens_per_rank=" + std::to_string(settings.max_tokens_per_rank)),
       mailbox_(ordinal),
@@ -109,6 +111,9 @@ void CudaRank::open(const std::vector<PeerMemory>& peers) {
   for (size_t r = 0; r < peers.size(); ++r) {
     table.window[r] = peers[r].data;
     table.control[r] = peers[r].control;
+    if (peers[r].control != nullptr) continue;
+    table.pe[r] = settings_.symmetric->pe(static_cast<int>(r));
+    ++table.num_remote;
   }
   side_->write(reinterpret_cast<char*>(&lasting()->peers), &table, sizeof(table));
   side_->finish();
@@ -142,6 +147,26 @@ void CudaRank::fill_payload() {
 void CudaRank::poison(char* control) {
   const ControlLayout layout{settings_.layout.shape.num_ranks};
   side_->fill(control + layout.poison(), 1, sizeof(uint32_t));
+}
+
+void CudaRank::poison_rank(int rank) {
+  const ControlLayout layout{settings_.layout.shape.num_ranks};
+  settings_.symmetric->store(rank, window_.memory().control + layout.poison(), 1u + rank_,
+                             side_->stream());
+}
+
+void CudaRank::settle() {
+  if (settings_.symmetric != nullptr) settings_.symmetric->settle(side_->stream());
+}
+
+int64_t CudaRank::symmetric_control_bytes(int num_ranks) {
+  return CudaWindow::bytes_of_control(num_ranks, sizeof(Lasting));
+}
+
+void CudaRank::leave_rank(int rank) {
+  settings_.symmetric->store(rank, reinterpret_cast<char*>(&lasting()->left[rank_]), 1u,
+                             side_->stream());
+  side_->finish();
 }
 
 void CudaRank::leave(char* control) {

@@ -19,6 +19,7 @@ struct CudaSettings {
   int max_tokens_per_rank;
   int num_sms;  // 0: chosen for each GPU
   std::chrono::nanoseconds timeout;
+  std::shared_ptr<SymmetricMemory> symmetric = nullptr;  // of this process's one rank, or null
 };
 
 // Multiprocessors that an operation may take: about half, in steps of 8, so that matmuls and XLA's
@@ -43,6 +44,8 @@ class CudaRank {
 
   // `peers`: of all ranks. From here on operations may run.
   void open(const std::vector<PeerMemory>& peers);
+  // Bytes of symmetric memory that a rank's control block takes.
+  static int64_t symmetric_control_bytes(int num_ranks);
   // Operations that start from now on touch nothing.
   void shut();
   // Back to the state at creation. No operation may be running.
@@ -50,11 +53,16 @@ class CudaRank {
   // Stops all waiting of the operations of the rank whose control block it is: ours, or another
   // process's.
   void poison(char* control);
+  // The same for a rank that symmetric memory reaches.
+  void poison_rank(int rank);
+  // All that this rank has put has arrived.
+  void settle();
   // After shut(), once no operation is running any more.
   void free_memory();
   // Of ranks in several processes: tells the rank whose control block it is that we use nothing of
   // it any more; and whether all of `ranks` have told us so.
   void leave(char* control);
+  void leave_rank(int rank);
   bool all_left(const std::vector<int>& ranks);
   // After shut(), when that could not be waited for.
   void abandon_memory();

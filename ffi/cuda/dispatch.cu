@@ -22,11 +22,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #if defined(JAX_EP_BULK_COPY)
   extern __shared__ __align__(128) char shared[];
   __shared__ BlockState block;
-  init_shared(p, shared);
-  route_ahead<kRouted>(p, shared);
   const OpContext ctx = OpContext::make(p.op, block);
-  const bool begun = begin_operation<Transport>(ctx);
-  if (begun) dispatch_bulk<Transport, kRouted, kPacked>(ctx, p, shared);
+  const bool begun = dispatch_bulk<Transport, kRouted, kPacked>(ctx, p, shared);
   finish_operation(ctx, begun, [&] { spoil_dispatch(p); });
 #endif
 }
@@ -42,6 +39,7 @@ class PlainDispatch {
   __device__ const char* source_row(int token) const {
     return p_.x + int64_t{token} * p_.op.layout.shape.row_bytes;
   }
+  __device__ int64_t message_bytes() const { return p_.op.layout.shape.message().bytes(); }
   __device__ void write_record(char* slot, int token, const Entry& entry, int rank) const {
     const MessageFormat format = p_.op.layout.shape.message();
     if (lane_id() == 0) *reinterpret_cast<int32_t*>(slot + format.source_offset()) = token;
@@ -99,7 +97,8 @@ __global__ void __launch_bounds__(kPlainThreads, 1)
   const bool begun = begin_operation<Transport>(ctx);
   if (begun) {
     const Placement place = placement_in(p, shared);
-    if (route_and_place<Transport, kRouted>(ctx, p, shared, place)) {
+    route_share<Transport, kRouted>(ctx, p, shared);
+    if (place_all_rows<kRouted>(ctx, p, place)) {
       PlainDispatch<kRouted> work(ctx, p, place);
       exchange_rows<Transport>(ctx, work, p.plan.senders);
       clear_unfilled_rows(ctx, p, place, threadIdx.x, blockDim.x);
@@ -192,7 +191,8 @@ void plan_plain(const WindowShape& shape, int64_t max_shared_bytes, DispatchPlan
 DispatchPlan make_plan(const WindowShape& shape, int num_sms, const DeviceLimits& limits,
                        bool whole_rows) {
   DispatchPlan plan{};
-  plan.bulk = limits.bulk_copy && (!whole_rows || whole_rows_fit(shape, limits.max_shared_bytes));
+  plan.bulk = !GroupTransport::kPuts && limits.bulk_copy &&
+              (!whole_rows || whole_rows_fit(shape, limits.max_shared_bytes));
   plan.num_blocks = num_sms;
   if (plan.bulk) {
     plan_bulk(shape, limits.max_shared_bytes, whole_rows, &plan);
@@ -208,9 +208,13 @@ using Kernel = void (*)(DispatchParams);
 
 template <bool kRouted>
 Kernel kernel_of(bool bulk, bool packed) {
-  if (!bulk) return dispatch_plain_kernel<PeerTransport, kRouted>;
-  return packed ? dispatch_bulk_kernel<PeerTransport, kRouted, true>
-                : dispatch_bulk_kernel<PeerTransport, kRouted, false>;
+  if constexpr (!GroupTransport::kPuts) {
+    if (bulk) {
+      return packed ? dispatch_bulk_kernel<GroupTransport, kRouted, true>
+                    : dispatch_bulk_kernel<GroupTransport, kRouted, false>;
+    }
+  }
+  return dispatch_plain_kernel<GroupTransport, kRouted>;
 }
 Kernel kernel_of(bool bulk, bool routed, bool packed) {
   return routed ? kernel_of<true>(bulk, packed) : kernel_of<false>(bulk, packed);

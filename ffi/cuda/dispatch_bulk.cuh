@@ -52,13 +52,30 @@ __device__ void store_part(const DispatchParams& p, MessageId id, int row, const
 template <class Transport, bool kRouted, bool kPacked>
 class BulkSender {
  public:
-  // Starts the load of the first row: it needs no route.
+  // A warp that sends starts to load its first row, of a token that is given to it and not drawn:
+  // this needs neither the operation nor a route. Of other warps nothing is asked.
   __device__ BulkSender(const OpContext& ctx, const DispatchParams& p, const Stages& stages,
                         Outbox& box)
       : ctx_(ctx), p_(p), stages_(stages), box_(box) {
-    draw();
-    token_ = drawn();
+    token_ = sends() ? warp_id() * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)
+                     : p.op.num_tokens;
     start_load(token_, 0);
+  }
+
+  __device__ bool sends() const { return warp_id() < p_.plan.senders; }
+
+  // Once the operation has begun and this block has done its share of the routes: sends the first
+  // row while others route. Which ranks want it shows in topk_idx; the record follows when its
+  // route is known, and then the flag.
+  __device__ void send_early() {
+    if (token_ >= p_.op.num_tokens || ctx_.chunk_of(token_) != 0) return;
+    const Destinations to = destinations_of(ctx_, rank_of_entry());
+    stages_.wait(item_);
+    if (to.leaders >> lane_id() & 1) {
+      bulk_store(slot_at(rank_of_entry()), stages_.at(item_), part_of(p_, 0).bytes);
+    }
+    bulk_commit();
+    first_part_sent_ = true;
   }
 
   __device__ void run(const Placement& place) {
@@ -67,10 +84,14 @@ class BulkSender {
     while (token_ < p_.op.num_tokens) {
       draw();
       const Destinations to = destinations_of(ctx_, entry_.rank);
-      if (!may_send(ctx_.chunk_of(token_), sent)) break;
+      // A row at a time: more on their way would only queue, and this one's flag behind them.
+      bulk_wait<0>();
+      complete(sent);
+      if (!may_send(ctx_.chunk_of(token_))) break;
       for (int part = 0; part < p_.plan.num_parts; ++part) {
         stages_.wait(item_);
-        send_to_peers(part_of(p_, part), stages_.at(item_), to);
+        send_to_peers(part_of(p_, part), stages_.at(item_), to, first_part_sent_);
+        first_part_sent_ = false;
         keep_part(part_of(p_, part), stages_.at(item_), place);
         bulk_commit();
         ++item_;
@@ -79,8 +100,6 @@ class BulkSender {
       set_absent_flags<Transport>(ctx_, token_, to.ranks);
       const int token = token_;
       take_next();
-      bulk_wait<1>();  // all tokens before this one are written
-      complete(sent);
       if (lane_id() == 0) post(box_, sent, token, to.ranks);
       ++sent;
     }
@@ -96,7 +115,10 @@ class BulkSender {
   __device__ void draw() {
     if (lane_id() == 0) ticket_ = atomicAdd(&ctx_.op.state()->send_ticket.value, 1u);
   }
-  __device__ int drawn() const { return static_cast<int>(__shfl_sync(kFullWarp, ticket_, 0)); }
+  __device__ int drawn() const {
+    const int given = p_.plan.senders * static_cast<int>(gridDim.x);
+    return given + static_cast<int>(__shfl_sync(kFullWarp, ticket_, 0));
+  }
   __device__ void take_next() {
     token_ = drawn();
     entry_ = load_entry<kRouted>(p_, token_);
@@ -118,17 +140,26 @@ class BulkSender {
     ++loads_;
   }
 
-  // Before the first token of a later chunk: its buffer must have been read. What has been sent is
-  // handed over first, since the peers' credits may depend on it.
-  __device__ bool may_send(int chunk, uint32_t sent) {
+  // Before the first token of a later chunk: its buffer must have been read. What has been sent has
+  // been handed over, since the peers' credits may depend on it.
+  __device__ bool may_send(int chunk) {
     if (chunk == chunk_) return true;
     chunk_ = chunk;
-    bulk_wait<0>();
-    complete(sent);
     return wait_for_credits(ctx_, chunk);
   }
 
-  __device__ void send_to_peers(const Part& part, char* stage, const Destinations& to) {
+  __device__ int rank_of_entry() const {
+    const WindowShape& shape = p_.op.layout.shape;
+    if (lane_id() >= shape.num_experts_per_tok) return -1;
+    const int expert = p_.topk_idx[int64_t{token_} * shape.num_experts_per_tok + lane_id()];
+    return expert >= 0 && expert < shape.num_experts ? expert / shape.experts_per_rank() : -1;
+  }
+  __device__ char* slot_at(int rank) const {
+    return Transport::window(ctx_, rank, message_offset(ctx_, {ctx_.rank(), token_}));
+  }
+
+  __device__ void send_to_peers(const Part& part, char* stage, const Destinations& to,
+                                bool row_sent) {
     const TokenEntry& entry = entry_;
     const MessageFormat format = p_.op.layout.shape.message();
     const uint32_t record_bytes = static_cast<uint32_t>(format.bytes() - format.source_offset());
@@ -140,9 +171,11 @@ class BulkSender {
     }
     if (to.leaders >> lane_id() & 1) {
       const int order = __popc(to.leaders & lanes_below());
-      char* slot = Transport::window(ctx_, entry.rank, message_offset(ctx_, {ctx_.rank(), token_}));
-      const bool joined = part.last && order == 0;  // its record lies right behind the row
-      bulk_store(slot + part.offset, stage, part.bytes + (joined ? record_bytes : 0));
+      char* slot = slot_at(entry.rank);
+      // The first record lies right behind the row.
+      const bool joined = part.last && order == 0 && !row_sent;
+      if (!row_sent)
+        bulk_store(slot + part.offset, stage, part.bytes + (joined ? record_bytes : 0));
       if (part.last && !joined) {
         bulk_store(slot + format.source_offset(), records + order * record_bytes, record_bytes);
       }
@@ -197,6 +230,7 @@ class BulkSender {
   int token_;
   TokenEntry entry_;
   int chunk_ = 0;
+  bool first_part_sent_ = false;
   int item_ = 0;   // parts sent
   int loads_ = 0;  // parts whose loads have been started
 };
@@ -321,36 +355,47 @@ __device__ inline Stages stages_of(const DispatchParams& p, char* shared, int wa
           p.plan.stage_bytes};
 }
 
-__device__ inline void init_shared(const DispatchParams& p, char* shared) {
-  const int tid = static_cast<int>(threadIdx.x);
-  auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
-  auto* barriers = reinterpret_cast<uint64_t*>(shared + p.plan.barrier_offset);
-  const int num_barriers = kStages * (p.plan.senders + p.plan.receivers);
-  if (tid < num_barriers) barrier_init(barriers + tid, 1);
-  if (tid < p.plan.senders) boxes[tid].completed = boxes[tid].published = boxes[tid].finished = 0;
-  barrier_init_fence();
+// A warp sets up what is its own. One lane does: barriers of several lanes are set up one by one.
+__device__ inline void init_warp(const DispatchParams& p, char* shared) {
+  const int warp = warp_id();
+  if (warp >= p.plan.senders + p.plan.receivers) return;
+  if (lane_id() == 0) {
+    const Stages stages = stages_of(p, shared, warp);
+    for (int stage = 0; stage < kStages; ++stage) barrier_init(stages.barrier(stage), 1);
+    barrier_init_fence();
+    if (warp < p.plan.senders) {
+      auto& box = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset)[warp];
+      box.completed = box.published = box.finished = 0;
+    }
+  }
+  __syncwarp();
 }
 
-// Warps: senders, receivers, helpers. All of them route and place; then each has its role.
+// Warps: senders, receivers, helpers. All of them route and place; then each has its role. False
+// when the operation could not begin.
 template <class Transport, bool kRouted, bool kPacked>
-__device__ void dispatch_bulk(const OpContext& ctx, const DispatchParams& p, char* shared) {
-  const Placement place = placement_in(p, shared);
-  auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
+__device__ bool dispatch_bulk(const OpContext& ctx, const DispatchParams& p, char* shared) {
   const int warp = warp_id();
+  init_warp(p, shared);
+  auto* boxes = reinterpret_cast<Outbox*>(shared + p.plan.outbox_offset);
+  BulkSender<Transport, kRouted, kPacked> sender(ctx, p, stages_of(p, shared, warp), boxes[warp]);
+  route_ahead<kRouted>(p, shared);
+  const bool begun = begin_operation<Transport>(ctx);
+  if (begun) route_share<Transport, kRouted>(ctx, p, shared);
+  if (begun && sender.sends()) sender.send_early();
+  const Placement place = placement_in(p, shared);
+  const bool placed = begun && place_all_rows<kRouted>(ctx, p, place);
   const int receiver = warp - p.plan.senders;
   const int helper = receiver - p.plan.receivers;
-  if (warp < p.plan.senders) {
-    BulkSender<Transport, kRouted, kPacked> sender(ctx, p, stages_of(p, shared, warp), boxes[warp]);
-    if (route_and_place<Transport, kRouted>(ctx, p, shared, place)) {
+  if (sender.sends()) {
+    if (placed) {
       sender.run(place);
     } else {
       sender.drop();
     }
-    return;
-  }
-  if (!route_and_place<Transport, kRouted>(ctx, p, shared, place))
-    return;  // senders publish nothing either
-  if (helper == 0) {
+  } else if (!placed) {
+    return begun;  // senders publish nothing either
+  } else if (helper == 0) {
     publish<Transport>(ctx, boxes, p.plan.senders);
   } else if (receiver < p.plan.receivers) {
     fence_bulk_shared();  // the route's workspace lies where the stages are
@@ -360,6 +405,7 @@ __device__ void dispatch_bulk(const OpContext& ctx, const DispatchParams& p, cha
     const int threads = kWarp * (p.plan.helpers - 1);
     clear_unfilled_rows(ctx, p, place, (helper - 1) * kWarp + lane_id(), threads);
   }
+  return begun;
 }
 
 #endif  // JAX_EP_BULK_COPY

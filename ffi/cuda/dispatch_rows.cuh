@@ -110,8 +110,9 @@ __device__ inline Placement placement_in(const DispatchParams& p, char* shared) 
   return {bases, bases + p.op.layout.shape.num_experts + 1, fits};
 }
 
-__device__ inline bool is_routing_block(const DispatchParams& p) {
-  return static_cast<int>(blockIdx.x) < p.num_routing_blocks;
+template <bool kRouted>
+__device__ bool is_routing_block(const DispatchParams& p) {
+  return !kRouted && static_cast<int>(blockIdx.x) < p.num_routing_blocks;
 }
 __device__ inline RouteArgs route_args(const DispatchParams& p, char* shared) {
   const bool fits = p.plan.workspace_offset >= 0;
@@ -123,9 +124,7 @@ __device__ inline RouteArgs route_args(const DispatchParams& p, char* shared) {
 // All threads, before the operation begins.
 template <bool kRouted>
 __device__ void route_ahead(const DispatchParams& p, char* shared) {
-  if constexpr (!kRouted) {
-    if (is_routing_block(p)) count_ahead(p.op, route_args(p, shared));
-  }
+  if (is_routing_block<kRouted>(p)) count_ahead(p.op, route_args(p, shared));
 }
 
 // All threads of a routing block. A call: inlined, it would take registers from warps that have
@@ -152,14 +151,19 @@ struct GivenCounts {
   }
 };
 
-// All threads. False when the operation is aborted; else this block knows all routes and all rows.
+// All threads, once the operation has begun: this block's share of the routes.
 template <class Transport, bool kRouted>
-__device__ bool route_and_place(const OpContext& ctx, const DispatchParams& p, char* shared,
-                                const Placement& place) {
+__device__ void route_share(const OpContext& ctx, const DispatchParams& p, char* shared) {
+  if (is_routing_block<kRouted>(p)) route<Transport>(ctx, p, shared);
+}
+
+// All threads. False when the operation is aborted; else this block knows all routes and all rows.
+template <bool kRouted>
+__device__ bool place_all_rows(const OpContext& ctx, const DispatchParams& p,
+                               const Placement& place) {
   if constexpr (kRouted) {
     return place_rows(ctx, placement_args(p), place, 0, GivenCounts{p});
   } else {
-    if (is_routing_block(p)) route<Transport>(ctx, p, shared);
     return place_rows(ctx, placement_args(p), place, p.num_routing_blocks);
   }
 }

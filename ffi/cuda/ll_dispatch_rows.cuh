@@ -171,11 +171,14 @@ class LlDispatch {
       __syncthreads();
       if (!held) value_ = Wire::encode(p_, loaded_);
       held = false;
+      // Asked for before our own rows are written, which takes as long as the answers' way.
+      const ulonglong2 record = look_at_record();
+      typename Wire::Column first = look(others());
       expand(ctx_.rank(), Wire::decode(p_, value_));
       if (ctx_.num_ranks() > 1) {
-        find_rows(block_.senders[set]);
+        find_rows(block_.senders[set], record);
         __syncthreads();
-        receive_columns(ranks_in(block_.senders[set]));
+        receive_columns(ranks_in(block_.senders[set]), first);
       }
       if (item >= step) __syncthreads();  // everybody has used the rows
     }
@@ -187,19 +190,40 @@ class LlDispatch {
   __device__ void find_own_rows(bool held) {
     if (lane_id() >= num_experts_per_tok_) return;
     RouteRecord record{own_route_, weight_};
-    if (!held) record = wait_for_record(ctx_, record_of(ctx_.rank(), lane_id()), ctx_.rank());
+    if (!held) {
+      const char* at = record_of(ctx_.rank(), lane_id());
+      record = wait_for_record(ctx_, at, ctx_.rank(), load_long_words(at));
+    }
     place_entry(ctx_.rank(), lane_id(), record);
   }
 
-  // Threads take an entry each of the other ranks' tokens: its output row, and who sends.
-  __device__ void find_rows(uint32_t (&senders)[2]) {
-    const int entries = (ctx_.num_ranks() - 1) * num_experts_per_tok_;
+  // Entry i of the other ranks' tokens.
+  struct OtherEntry {
+    int source;
+    int k;
+  };
+  __device__ OtherEntry other_entry(int i) const {
+    const int turn = p_.plan.by_experts_per_tok.quotient(i);
+    return {turn < ctx_.rank() ? turn : turn + 1, i - turn * num_experts_per_tok_};
+  }
+  __device__ int num_other_entries() const { return (ctx_.num_ranks() - 1) * num_experts_per_tok_; }
+  // The record of this thread's first entry, whether it has come or not.
+  __device__ ulonglong2 look_at_record() const {
+    const int i = static_cast<int>(threadIdx.x);
+    if (i >= num_other_entries()) return {};
+    const OtherEntry entry = other_entry(i);
+    return load_long_words(record_of(entry.source, entry.k));
+  }
+
+  // Threads take an entry each of the other ranks' tokens: its output row, and who sends. `words`
+  // is what the first look has seen.
+  __device__ void find_rows(uint32_t (&senders)[2], ulonglong2 words) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < entries; i += blockDim.x) {
-      const int turn = p_.plan.by_experts_per_tok.quotient(i);
-      const int k = i - turn * num_experts_per_tok_;
-      const int source = turn < ctx_.rank() ? turn : turn + 1;
-      const RouteRecord record = wait_for_record(ctx_, record_of(source, k), source);
+    for (int i = threadIdx.x; i < num_other_entries(); i += blockDim.x) {
+      const auto [source, k] = other_entry(i);
+      const char* at = record_of(source, k);
+      if (i != static_cast<int>(threadIdx.x)) words = load_long_words(at);
+      const RouteRecord record = wait_for_record(ctx_, at, source, words);
       if (record.route != kNoRoute) atomicOr(&senders[source / 32], 1u << (source % 32));
       place_entry(source, k, record);
     }
@@ -230,10 +254,17 @@ class LlDispatch {
     }
   }
 
+  // The ranks that may send.
+  __device__ uint64_t others() const {
+    return (~uint64_t{0} >> (64 - ctx_.num_ranks())) & ~(uint64_t{1} << ctx_.rank());
+  }
+
   // All threads. The next source is looked at before this one is waited for, or each would cost a
-  // round trip.
-  __device__ void receive_columns(uint64_t senders) const {
-    typename Wire::Column next = look(senders);
+  // round trip. `next`: what the first of others() sends.
+  __device__ void receive_columns(uint64_t senders, typename Wire::Column next) const {
+    if (__ffsll(static_cast<long long>(senders)) != __ffsll(static_cast<long long>(others()))) {
+      next = look(senders);
+    }
 #pragma unroll 1
     while (senders != 0) {
       const int source = __ffsll(static_cast<long long>(senders)) - 1;

@@ -52,15 +52,16 @@ __device__ inline void store_record(void* at, uint64_t epoch, uint32_t route, fl
       at, make_ulonglong2(epoch_word(epoch, route), epoch_word(epoch, __float_as_uint(weight))));
 }
 
-// No route when the operation is aborted.
-__device__ inline RouteRecord wait_for_record(const LlContext& ctx, const void* at, int peer) {
+// `words` is what a first look has seen. No route when the operation is aborted.
+__device__ inline RouteRecord wait_for_record(const LlContext& ctx, const void* at, int peer,
+                                              ulonglong2 words) {
   LlWait bound;
   while (true) {
-    const ulonglong2 words = load_long_words(at);
     if (word_is_of(words.x, ctx.epoch) && word_is_of(words.y, ctx.epoch)) {
       return {word_value(words.x), __uint_as_float(word_value(words.y))};
     }
     if (bound.over(ctx, WaitFor::kRow, peer, words.x)) return {};
+    words = load_long_words(at);
   }
 }
 

@@ -136,6 +136,7 @@ class Arrivals {
         state_ = State::kAbsent;
         break;
       case Arrival::kArrived:
+        GroupTransport::see_payload(ctx_, source_, ctx_.own_window(offset), seen_);
         state_ = State::kArrived;
         break;
     }

@@ -184,14 +184,14 @@ NotifyPlan plan_notify(const WindowShape& shape, int num_tokens, int num_sms,
 }
 
 cudaError_t prepare_notify() {
-  return prepare_kernel(reinterpret_cast<const void*>(notify_kernel<PeerTransport>));
+  return prepare_kernel(reinterpret_cast<const void*>(notify_kernel<GroupTransport>));
 }
 
 cudaError_t launch_notify(const NotifyParams& given, cudaStream_t stream) {
   NotifyParams params = given;
   params.op.num_chunks = 1;  // counts do not come in chunks
   const NotifyPlan& plan = params.plan;
-  notify_kernel<PeerTransport>
+  notify_kernel<GroupTransport>
       <<<plan.num_blocks, kThreads, static_cast<size_t>(plan.shared_bytes), stream>>>(params);
   return cudaGetLastError();
 }

@@ -4,6 +4,9 @@
 #include "cuda/ptx.cuh"
 #include "cuda/window.h"
 #include "protocol/epochs.h"
+#if defined(JAX_EP_NVSHMEM)
+#include "cuda/nvshmem_transport.cuh"
+#endif
 
 namespace jax_ep::gpu {
 
@@ -44,6 +47,8 @@ struct OpContext {
 
 // Peers in the same process: their memory is addressed directly.
 struct PeerTransport {
+  static constexpr bool kPuts = false;  // all that is written to window() is there
+
   __device__ static char* window(const OpContext& ctx, int rank, int64_t offset) {
     return ctx.block.window[rank] + offset;
   }
@@ -52,7 +57,29 @@ struct PeerTransport {
   __device__ static void signal(const OpContext& ctx, int rank, int64_t offset, T value) {
     store_relaxed<kSystemScope>(reinterpret_cast<T*>(window(ctx, rank, offset)), value);
   }
+  template <class T>
+  __device__ static void store_control(const Operation&, char* control, int, int64_t offset,
+                                       T value) {
+    store_relaxed<kSystemScope>(reinterpret_cast<T*>(control + offset), value);
+  }
+  template <class T>
+  __device__ static void release_control(const Operation&, char* control, int, int64_t offset,
+                                         T value) {
+    store_release<kSystemScope>(reinterpret_cast<T*>(control + offset), value);
+  }
+
+  // What is written is there, in the order in which it is fenced.
+  __device__ static void order(const Operation&) {}
+  __device__ static void see_payload(const OpContext&, int, char*, uint32_t) {}
+  __device__ static void settle(const Operation&) {}
 };
+
+// Of all kernels of a module: it is built for one.
+#if defined(JAX_EP_NVSHMEM)
+using GroupTransport = NvshmemTransport;
+#else
+using GroupTransport = PeerTransport;
+#endif
 
 __device__ inline bool window_poisoned(const Operation& op) {
   const auto* word = reinterpret_cast<uint32_t*>(op.control + op.control_layout().poison());
@@ -84,9 +111,8 @@ __device__ __noinline__ inline void give_up(const OpContext ctx, ErrorRecord rec
     to->kind = record.kind;
   }
   for (int r = 0; r < op.num_ranks(); ++r) {
-    char* control = op.peers->control[r];
-    store_relaxed<kSystemScope>(reinterpret_cast<uint32_t*>(control + op.control_layout().poison()),
-                                1u + op.rank);
+    GroupTransport::store_control(op, op.peers->control[r], r, op.control_layout().poison(),
+                                  1u + op.rank);
   }
   ctx.abort();
 }
@@ -196,6 +222,7 @@ __device__ inline bool wait_for_credits(const OpContext& ctx, int chunk) {
     if (peer == ctx.rank()) continue;  // our own rows take no slot
     if (!wait_for_credit(ctx, peer, ctx.chunk_epoch(chunk))) break;
   }
+  GroupTransport::order(ctx.op);  // flags of the chunk before, for which nobody need have waited
   return !__any_sync(kFullWarp, ctx.aborted());
 }
 
@@ -211,7 +238,7 @@ __device__ bool check_rank_operand(const Context& ctx) {
 
 __device__ inline void send_credit(const OpContext& ctx, int peer, uint64_t epoch) {
   const int64_t offset = ctx.op.control_layout().credit(ctx.op.channel, ctx.rank());
-  store_release<kSystemScope>(reinterpret_cast<uint64_t*>(ctx.block.control[peer] + offset), epoch);
+  GroupTransport::release_control(ctx.op, ctx.block.control[peer], peer, offset, epoch);
 }
 
 // The block that speaks for its rank: the last, because the first ones have the routing to do.
@@ -225,8 +252,7 @@ __device__ bool greet(const OpContext& ctx, int peer, uint64_t credit) {
   const Operation& op = ctx.op;
   if (speaks_for_rank() && peer != ctx.rank()) {
     const int64_t offset = op.control_layout().credit(op.channel, ctx.rank());
-    auto* credit = reinterpret_cast<uint64_t*>(op.peers->control[peer] + offset);
-    store_relaxed<kSystemScope>(credit, ctx.epoch - 1);
+    Transport::store_control(op, op.peers->control[peer], peer, offset, ctx.epoch - 1);
   }
   const bool may_start = peer == ctx.rank() || may_write(ctx.epoch, credit);
   if (!may_start && !wait_for_credit(ctx, peer, ctx.epoch)) return false;
@@ -338,6 +364,7 @@ __device__ void finish_operation(const OpContext& ctx, bool begun, Spoil spoil) 
   }
   __syncthreads();
   if (ctx.block.is_last_block == 0) return;
+  if (tid == 0) GroupTransport::settle(op);
 
   if (__syncthreads_or(!begun || ctx.aborted() || window_poisoned(op))) {
     if (tid == 0) tell_host_of_poison(op);

@@ -4,6 +4,7 @@
 // `Work` says what travels and what becomes of it:
 //   Entry load(token)                          lane k: at least the rank of entry k, -1 for none
 //   const char* source_row(token)
+//   int64_t message_bytes()                    of a message: row and record
 //   void write_record(slot, token, entry, rank) by the whole warp: what follows the row in its
 //   message void keep(token, entry)                    this rank's own rows of the token void
 //   receive(row, id)                      the rows of a message that has arrived void absent(id) a
@@ -38,6 +39,17 @@ __device__ inline void copy_row(const char* row, int64_t row_bytes, char* target
   }
 }
 
+// A warp, of whose lanes those of `lanes` hold the ranks: sends them what it has written for them.
+template <class Transport>
+__device__ void put_messages(const OpContext& ctx, int rank, unsigned lanes, int64_t message,
+                             int64_t bytes) {
+  if (lanes == 0) return;
+  for (unsigned left = lanes; left != 0; left &= left - 1) {
+    Transport::put(ctx, __shfl_sync(kFullWarp, rank, __ffs(left) - 1), message, bytes);
+  }
+  Transport::order(ctx.op);
+}
+
 template <class Transport, class Work>
 __device__ void send_messages(const OpContext& ctx, Work& work) {
   Tickets tickets(ctx.op.state()->send_ticket);
@@ -58,6 +70,9 @@ __device__ void send_messages(const OpContext& ctx, Work& work) {
       work.write_record(Transport::window(ctx, rank, message), token, entry, rank);
     }
     __syncwarp();
+    if constexpr (Transport::kPuts) {
+      put_messages<Transport>(ctx, entry.rank, to.leaders, message, work.message_bytes());
+    }
     fence_system();
     set_arrival_flags<Transport>(ctx, token, to.ranks);
     set_absent_flags<Transport>(ctx, token, to.ranks);

@@ -21,6 +21,9 @@ struct PeerTable {
   uint32_t generation;  // resets so far: tickets of starts from before the last are stale
   char* window[kMaxRanks];
   char* control[kMaxRanks];
+  // Over NVSHMEM: ranks whose pointers are null are reached by puts to these processing elements.
+  uint32_t num_remote;
+  int32_t pe[kMaxRanks];
 };
 
 // Host memory that the GPU writes and the host reads without a CUDA call. The error's kind is
@@ -66,6 +69,7 @@ struct ChannelState {
   Counter blocks_done;
   Counter slots_read[kNumBuffers];  // of the chunk in that buffer
   Counter chunk_credits;            // 1 + chunks whose credit has been sent; 0: peers not greeted
+  Counter side_data_sent[kNumBuffers];  // combine: messages of all chunks in that buffer so far
   Counter fault_count;
   alignas(128) uint64_t first_fault;  // ~pack_fault, the largest being the first
 };

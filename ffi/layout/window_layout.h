@@ -69,6 +69,16 @@ struct WindowLayout {
     const int64_t index = static_cast<int64_t>(source) * shape.num_experts + expert;
     return item(kNotifyCounts, parity, index, 8);
   }
+  // Where `rank` stages, in its own send region, what is to lie at `target` of the window of
+  // `peer`: a place that it has in the region of messages or of combine's rows.
+  JAX_EP_HD constexpr int64_t staged(int64_t target, int rank, int peer) const {
+    const int64_t in_buffer = target < buffer_bytes ? target : target - buffer_bytes;
+    const bool is_row = in_buffer >= offset[kCombineData];
+    const int64_t to_send_region = is_row ? offset[kCombineSend] - offset[kCombineData]
+                                          : offset[kDispatchSend] - offset[kDispatchData];
+    const int64_t stride = is_row ? shape.row_stride() : shape.message_stride();
+    return target + to_send_region + (slot(peer, 0) - slot(rank, 0)) * stride;
+  }
   JAX_EP_HD constexpr int64_t route_records(int parity, int source, int token) const {
     return item(kRouteRecords, parity, slot(source, token),
                 kRecordBytes * shape.num_experts_per_tok);

@@ -1,6 +1,8 @@
 #include "transport/cuda_window.h"
 
 #include <sstream>
+#include <stdexcept>
+#include <utility>
 
 namespace jax_ep::gpu {
 
@@ -50,18 +52,52 @@ WindowLayout without_payload(const WindowLayout& layout) {
   return signals;
 }
 
+int64_t CudaWindow::bytes_of_control(int num_ranks, int64_t lasting_bytes) {
+  return align_up(ControlLayout{num_ranks}.total_bytes(), kBufferAlignment) + lasting_bytes;
+}
+
 CudaWindow::CudaWindow(int ordinal, const WindowLayout& layout, int64_t lasting_bytes)
-    : control_bytes_(ControlLayout{layout.shape.num_ranks}.total_bytes()) {
+    : data_bytes_(layout.total_bytes()),
+      control_bytes_(bytes_of_control(layout.shape.num_ranks, 0)) {
   try {
     data_ = DeviceMemory(ordinal, layout.total_bytes(), describe_window(layout));
   } catch (const CudaError& error) {
     throw CudaError(error.what() + remedy(layout));
   }
-  control_bytes_ = align_up(control_bytes_, kBufferAlignment);
   DeviceMemory lasting(ordinal, control_bytes_ + lasting_bytes, "a control block");
   control_ = lasting.data();
   lasting_ = control_ + control_bytes_;
   lasting.keep_for_ever();
+}
+
+CudaWindow::CudaWindow(int ordinal, const WindowLayout& layout, int64_t lasting_bytes,
+                       std::shared_ptr<SymmetricMemory> symmetric)
+    : symmetric_(std::move(symmetric)),
+      data_bytes_(layout.total_bytes()),
+      control_bytes_(bytes_of_control(layout.shape.num_ranks, 0)) {
+  if (symmetric_->data_bytes() < data_bytes_ ||
+      symmetric_->control_bytes() < control_bytes_ + lasting_bytes) {
+    throw std::invalid_argument("the symmetric memory is smaller than the window");
+  }
+  const PeerMemory memory = symmetric_->own();
+  control_ = memory.control;
+  lasting_ = control_ + control_bytes_;
+  const DeviceGuard guard(ordinal);
+  require_ok(cudaMemset(memory.data, 0, static_cast<size_t>(data_bytes_)), "zeroing a window");
+  require_ok(cudaMemset(control_, 0, static_cast<size_t>(control_bytes_ + lasting_bytes)),
+             "zeroing a control block");
+  // Side streams do not wait for the stream that the memsets are on.
+  require_ok(cudaStreamSynchronize(nullptr), "zeroing a window");
+}
+
+void CudaWindow::abandon_data() {
+  if (symmetric_ != nullptr) symmetric_->keep_for_ever();
+  data_.keep_for_ever();
+}
+
+void CudaWindow::free_data() {
+  if (symmetric_ != nullptr) symmetric_->give_back();
+  data_.free();
 }
 
 }  // namespace jax_ep::gpu

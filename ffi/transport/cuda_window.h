@@ -4,10 +4,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "layout/control_block.h"
 #include "layout/window_layout.h"
 #include "transport/cuda_memory.h"
+#include "transport/cuda_symmetric.h"
 #include "transport/window.h"
 
 namespace jax_ep::gpu {
@@ -21,17 +23,27 @@ class CudaWindow {
   // lasting_bytes: for the caller's own structures that must outlive the window. Throws CudaError
   // that says which settings decide the size.
   CudaWindow(int ordinal, const WindowLayout& layout, int64_t lasting_bytes);
+  // In memory that somebody has taken already, of at least bytes_of_control() and the layout's
+  // size.
+  CudaWindow(int ordinal, const WindowLayout& layout, int64_t lasting_bytes,
+             std::shared_ptr<SymmetricMemory> symmetric);
 
-  PeerMemory memory() const { return {data_.data(), control_}; }
+  static int64_t bytes_of_control(int num_ranks, int64_t lasting_bytes);
+
+  PeerMemory memory() const {
+    return symmetric_ ? symmetric_->own() : PeerMemory{data_.data(), control_};
+  }
   char* lasting() const { return lasting_; }  // [lasting_bytes], zeroed
-  int64_t data_bytes() const { return data_.bytes(); }
+  int64_t data_bytes() const { return data_bytes_; }
   int64_t control_bytes() const { return control_bytes_; }
 
-  void free_data() { data_.free(); }
-  void abandon_data() { data_.keep_for_ever(); }
+  void free_data();
+  void abandon_data();
 
  private:
+  std::shared_ptr<SymmetricMemory> symmetric_;  // or null
   DeviceMemory data_;
+  int64_t data_bytes_;
   char* control_ = nullptr;
   int64_t control_bytes_ = 0;
   char* lasting_ = nullptr;

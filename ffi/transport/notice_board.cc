@@ -9,7 +9,6 @@ namespace jax_ep {
 
 namespace {
 
-constexpr int kSpins = 1000;  // some tens of microseconds: what an exchange of counts takes
 constexpr std::chrono::microseconds kShortestSleep{10};
 constexpr std::chrono::microseconds kLongestSleep{500};
 
@@ -31,19 +30,25 @@ uint32_t NoticeBoard::next_ticket() {
   return ticket_after(last);
 }
 
-NoticeReading NoticeBoard::read(uint32_t ticket, Clock::time_point deadline) const {
+NoticeReading NoticeBoard::read(uint32_t ticket, Clock::time_point deadline,
+                                Clock::duration spin) const {
   NoticeReading reading;
   reading.values.reserve(counters_.size() * layout_.slot_words());
-  for (int spin = 0; spin < kSpins; ++spin) {
-    take_ready(ticket, &reading);
-    if (reading.state != CounterState::kPending) return reading;
-    cpu_pause();
-  }
-  for (auto sleep = kShortestSleep;; sleep = std::min(2 * sleep, kLongestSleep)) {
-    take_ready(ticket, &reading);
-    if (reading.state != CounterState::kPending || Clock::now() >= deadline) return reading;
+  const Clock::time_point rest = std::min(deadline, Clock::now() + spin);
+  while (!look(ticket, &reading) && reading.read_at < rest) cpu_pause();
+  for (auto sleep = kShortestSleep;
+       reading.state == CounterState::kPending && reading.read_at < deadline;
+       sleep = std::min(2 * sleep, kLongestSleep)) {
     std::this_thread::sleep_for(sleep);
+    look(ticket, &reading);
   }
+  return reading;
+}
+
+bool NoticeBoard::look(uint32_t ticket, NoticeReading* reading) const {
+  take_ready(ticket, reading);
+  reading->read_at = Clock::now();
+  return reading->state != CounterState::kPending;
 }
 
 void NoticeBoard::take_ready(uint32_t ticket, NoticeReading* reading) const {

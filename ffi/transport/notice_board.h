@@ -13,6 +13,8 @@
 
 namespace jax_ep {
 
+using NoticeClock = std::chrono::steady_clock;
+
 // What a reader found. Where not all counters are there, it describes the first that is not.
 struct NoticeReading {
   CounterState state = CounterState::kPending;
@@ -21,11 +23,14 @@ struct NoticeReading {
   int64_t counter = 0;           // 0: rows received by the rank; 1 + expert: rows of that expert
   uint32_t seen = kNoTicket;     // the ticket found in its place
   std::vector<uint32_t> values;  // when ready: [group][rank][1 + E], 0 of ranks without counters
+  NoticeClock::time_point read_at{};  // when the last look ended
 };
 
 class NoticeBoard {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = NoticeClock;
+  // How long a reader spins before it sleeps: about what an exchange of counts takes.
+  static constexpr std::chrono::microseconds kSpin{50};
   // Gives MappedCounters::none() for a rank of another process.
   using Allocate = std::function<MappedCounters(int group, int rank, int64_t num_words)>;
 
@@ -38,10 +43,14 @@ class NoticeBoard {
     return counters_[group * num_ranks_ + rank].device();
   }
 
-  // Waits for all counters of a ticket, spinning at first and then sleeping, until `deadline`.
-  NoticeReading read(uint32_t ticket, Clock::time_point deadline) const;
+  // Waits for all counters of a ticket, for `spin` without rest and then sleeping between looks,
+  // until `deadline`.
+  NoticeReading read(uint32_t ticket, Clock::time_point deadline,
+                     Clock::duration spin = kSpin) const;
 
  private:
+  // False while waiting may help.
+  bool look(uint32_t ticket, NoticeReading* reading) const;
   // Takes over what is there, from value number values.size() on.
   void take_ready(uint32_t ticket, NoticeReading* reading) const;
 

@@ -1,4 +1,5 @@
-"""Loads a compiled _ffi_cuda on a machine that need not have a GPU, and looks at what it offers.
+"""Loads the compiled modules for GPUs on a machine that need not have one, and looks at what they
+offer: _ffi_cuda, and _ffi_nvshmem where it was built.
 
 Usage: check_module.py FOLDER
 """
@@ -7,10 +8,15 @@ import importlib.util
 import pathlib
 import sys
 
+import pytest
+
+from jax_ep import _native
+
 HALVES = ("", "_start", "_done")
-TARGETS = {"jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_grad", "jax_ep_ll_combine_grad"}
-TARGETS |= {"jax_ep_dispatch_routed", "jax_ep_notify"}
-TARGETS |= {"jax_ep_dispatch_float8", "jax_ep_dispatch_routed_float8"}
+HIGH_THROUGHPUT = {"jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_grad"}
+HIGH_THROUGHPUT |= {"jax_ep_dispatch_routed", "jax_ep_notify"}
+HIGH_THROUGHPUT |= {"jax_ep_dispatch_float8", "jax_ep_dispatch_routed_float8"}
+TARGETS = HIGH_THROUGHPUT | {"jax_ep_ll_combine_grad"}
 LL_OPS = ("dispatch", "dispatch_float8", "combine")
 TARGETS |= {f"jax_ep_ll_{op}{half}" for op in LL_OPS for half in HALVES}
 SETTINGS = {
@@ -25,17 +31,34 @@ SETTINGS = {
 }
 
 
-def load(folder: pathlib.Path):
+def load(folder: pathlib.Path, name: str):
     """The module in the folder, whatever package of the same name is installed."""
-    (path,) = folder.glob("_ffi_cuda*.so")
-    spec = importlib.util.spec_from_file_location("_ffi_cuda", path)
+    (path,) = folder.glob(f"{name}*.so")
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+def check_nvshmem(folder: pathlib.Path) -> None:
+    _native._load_nvshmem()
+    module = load(folder, "_ffi_nvshmem")
+    assert set(module.registrations()) == HIGH_THROUGHPUT
+    assert set(module.type_registrations()) == {"jax_ep_site_nvshmem"}
+    assert not module.is_started()
+    assert module.windows_given_back() == []
+    assert module.next_buffer_id() > 1 << 33
+    module.drop_reservation(12345)
+    with pytest.raises(ValueError, match="no memory is reserved"):
+        module.create_buffer(device_ordinals=[[0, -1]], id=12345, **SETTINGS)
+    print("the module for NVSHMEM loads too")
+
+
 def main() -> None:
-    module = load(pathlib.Path(sys.argv[1]))
+    folder = pathlib.Path(sys.argv[1])
+    if any(folder.glob("_ffi_nvshmem*.so")):
+        check_nvshmem(folder)
+    module = load(folder, "_ffi_cuda")
     assert set(module.registrations()) == TARGETS
     assert all(
         set(stages) == {"instantiate", "execute"} for stages in module.registrations().values()

@@ -39,6 +39,13 @@ def require_cuda(count: int) -> None:
         _missing("needs the module jax_ep._ffi_cuda; build with JAX_EP_CUDA=ON")
 
 
+def require_nvshmem() -> None:
+    """The same for what needs two GPUs, a process each, and the module for NVSHMEM."""
+    require_cuda(2)
+    if importlib.util.find_spec("jax_ep._ffi_nvshmem") is None:
+        _missing("needs the module jax_ep._ffi_nvshmem; build with JAX_EP_NVSHMEM=ON")
+
+
 def _missing(reason: str) -> None:
     if os.environ.get(REQUIRE_VARIABLE, "0") not in ("", "0"):
         pytest.fail(f"{reason} ({REQUIRE_VARIABLE} is set)")

@@ -14,6 +14,7 @@
 #include "cuda/ll_combine_grad.h"
 #include "cuda/ll_dispatch.h"
 #include "cuda_fake_runtime.h"
+#include "cuda_fake_symmetric.h"
 
 namespace jax_ep::gpu {
 
@@ -310,6 +311,53 @@ void check_ranks_of_several_processes() {
   CHECK(before - fake_cuda().used_bytes >= 2 * window_bytes);
 }
 
+// One process's rank of two, over symmetric memory.
+std::shared_ptr<CudaBuffer> make_symmetric(const std::shared_ptr<FakeSymmetric>& memory) {
+  CudaBufferOptions asked = options({{0, -1}});
+  asked.staging = true;
+  asked.symmetric = memory;
+  const auto buffer = make_buffer(asked);
+  buffer->join_symmetric();
+  return buffer;
+}
+
+void check_symmetric_memory() {
+  constexpr int64_t kRoom = 1 << 24;
+  const auto memory = std::make_shared<FakeSymmetric>(0, kRoom, /*has_addresses=*/false);
+  const auto buffer = make_symmetric(memory);
+  const Operation op = operation_of(*buffer, 0);
+  CHECK(op.layout.shape.staging && buffer->window_bytes() == op.layout.total_bytes());
+  CHECK(op.control == memory->own().control && op.peers->window[0] == memory->own().data);
+  CHECK(op.peers->window[1] == nullptr && op.peers->control[1] == nullptr);
+  CHECK(op.peers->num_remote == 1 && op.peers->pe[1] == 11 && op.peers->open == 1);
+  for (int64_t i = 0; i < op.layout.total_bytes(); ++i) CHECK(memory->own().data[i] == 0);
+  CHECK(word(op, op.control_layout().epoch(kCombineChannel)) == 0 && memory->asked.empty());
+
+  buffer->abort(OpKind::kCombine, "EpUsageError: why");
+  CHECK(memory->asked == std::vector<std::string>{"store to 1 value 1 at 0"});
+  CHECK(word(op, op.control_layout().poison()) != 0);
+  memory->asked.clear();
+  buffer->reset();  // what was put has arrived before anything is cleared
+  CHECK(memory->asked == std::vector<std::string>{"settle"});
+  CHECK(word(op, op.control_layout().poison()) == 0 && op.peers->num_remote == 1);
+
+  memory->asked.clear();
+  close_cuda_buffer(buffer->id());
+  CHECK(op.peers->open == 0 && memory->asked.size() >= 4);
+  CHECK(memory->asked.front() == "settle" && memory->asked.back() == "give back");
+  CHECK(memory->asked[memory->asked.size() - 2].rfind("store to 1 value 1 at ", 0) == 0);
+
+  const auto near = std::make_shared<FakeSymmetric>(0, kRoom, /*has_addresses=*/true);
+  const auto direct = make_symmetric(near);
+  const Operation there = operation_of(*direct, 0);
+  CHECK(there.peers->window[1] == near->far() && there.peers->control[1] == near->far() + 1);
+  CHECK(there.peers->num_remote == 0);
+  close_cuda_buffer(direct->id());
+
+  const auto small = std::make_shared<FakeSymmetric>(0, 4096, false);
+  expect_error<std::invalid_argument>([&] { make_symmetric(small); }, "smaller than the window");
+}
+
 }  // namespace
 }  // namespace jax_ep::gpu
 
@@ -323,6 +371,7 @@ int main() {
   check_closing();
   check_refusals();
   check_ranks_of_several_processes();
+  check_symmetric_memory();
   check_a_device_that_stays_busy();
   std::printf("fine\n");
   std::fflush(stdout);

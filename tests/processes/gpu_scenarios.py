@@ -1,8 +1,17 @@
 """What processes with a GPU each do together, beside what other scenarios have for all devices."""
 
+import dataclasses
+import pathlib
+import sys
+
+import cases
+import jax
 import jax.numpy as jnp
+import numpy as np
+import programs
 from fault_scenarios import dispatch_of, failure_of, open_buffer, step_by_step
-from scenarios import World
+from jax.sharding import NamedSharding, PartitionSpec
+from scenarios import World, expert_mesh, spread
 
 import jax_ep
 
@@ -40,6 +49,88 @@ def killed_beside_us(world: World) -> dict:
             break
     alive = float(jnp.sum(jnp.ones((8, 8)))) == 64.0
     return {"run": failed, "alive": alive}
+
+
+def soak(world: World) -> dict:
+    """Rounds of operations on changing numbers of tokens, each checked on the device."""
+    sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "gpu"))
+    import test_gpu_epochs
+
+    rng = np.random.default_rng(world.settings["seed"])  # the same in every process
+    num_steps, mesh = world.settings["steps"], expert_mesh(len(jax.devices()))
+    largest = dataclasses.replace(
+        test_gpu_epochs.CASE, R=mesh.size, T=max(world.settings["tokens"]), chunk=20
+    )
+    config = programs.make_config(largest, timeout_s=20)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    worst = 0.0
+    with jax_ep.Buffer(mesh, "expert", config, backend="native") as buffer:
+        runs = {}
+        for num_tokens in world.settings["tokens"] * world.settings["rounds"]:
+            case = dataclasses.replace(largest, T=num_tokens)
+            run = runs.setdefault(num_tokens, test_gpu_epochs.make_soak(buffer, case, num_steps))
+            inputs = cases.make_inputs(case, rng)
+            weights = inputs.topk_weights / inputs.topk_weights.sum(1, keepdims=True)
+            first_expert = rng.integers(case.E, size=len(inputs.x)).astype(np.int32)
+            keys = rng.integers(2**31, size=num_steps).astype(np.int32)
+            keys[rng.integers(num_steps, size=2)] = 0  # nobody has anything to send
+            arguments = [spread(mesh, array) for array in (inputs.x, first_expert, weights)]
+            arguments.append(jax.make_array_from_callback(keys.shape, replicated, keys.__getitem__))
+            found = run(*arguments)
+            errors = [np.asarray(shard.data) for shard in found.addressable_shards]
+            worst = float(np.max([worst, *map(np.max, errors)]))  # NaN stays
+        buffer.check()
+        stats = buffer.stats()
+        module = buffer.native_module.__name__
+    return {
+        "worst": worst,
+        "epochs": min(stats["dispatch_epochs"], stats["combine_epochs"]),
+        "module": module,
+    }
+
+
+def buffers_in_turn(world: World) -> dict:
+    """Buffers of two sizes, one after the other, and two at once: which windows they take."""
+    mesh = expert_mesh(len(jax.devices()))
+    given_back, sound = [], []
+
+    def make(num_tokens: int) -> tuple[jax_ep.Buffer, cases.Case]:
+        case = cases.Case(name="turn", T=num_tokens, H=32, K=2, E=8, R=mesh.size)
+        config = programs.make_config(case, timeout_s=10)
+        return jax_ep.Buffer(mesh, "expert", config, backend="native"), case
+
+    def use(buffer: jax_ep.Buffer, case: cases.Case) -> None:
+        sound.append(failure_of(lambda: _checked(buffer, dispatch_of(buffer, case)))["type"])
+
+    meet = step_by_step(world)
+    for num_tokens in (16, 16, 48, 16):
+        buffer, case = make(num_tokens)
+        use(buffer, case)
+        meet()
+        buffer.close()
+        meet()
+        given_back.append(len(buffer.native_module.windows_given_back()))
+    first, second = make(16), make(16)
+    for buffer, case in (first, second, first):
+        use(buffer, case)
+    meet()
+    for buffer, _ in (first, second):
+        buffer.close()
+    given_back.append(len(buffer.native_module.windows_given_back()))
+    return {"given_back": given_back, "sound": sound}
+
+
+def refused(world: World) -> dict:
+    """A buffer that NVSHMEM does not serve, or has no room for; all processes hear it."""
+    mesh = expert_mesh(len(jax.devices()))
+    case = cases.Case(name="refused", T=8, H=32, K=2, E=8, R=mesh.size)
+    # More than any GPU has, since NVSHMEM's heap may grow.
+    huge = dataclasses.replace(case, T=65_535, H=1 << 16, chunk=65_535)
+    config = {
+        "mode": programs.make_config(case, mode="low_latency"),
+        "size": programs.make_config(huge),
+    }[world.settings["for"]]
+    return failure_of(lambda: jax_ep.Buffer(mesh, "expert", config, backend="native"))
 
 
 def _checked(buffer: jax_ep.Buffer, run) -> None:

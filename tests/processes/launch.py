@@ -112,11 +112,13 @@ def crew(
     devices: int = 1,
     gpus: int = 0,
     late_s: Mapping[int, float] = {},
+    variables: Mapping[str, str] = {},
 ) -> Iterator[Crew]:
     """``processes`` workers with ``devices`` CPU devices each, or with one of ``gpus``, which they
     share where there are fewer; none outlives the block.
 
     late_s: how long processes wait before they join, by process.
+    variables: of their environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
     address = f"127.0.0.1:{_free_port()}"
@@ -131,6 +133,7 @@ def crew(
             "XLA_FLAGS": "",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
+    environment |= variables
     workers = []
     try:
         for process in range(processes):

@@ -8,6 +8,7 @@ import notify_programs
 import numpy as np
 import pytest
 import scenarios
+from jax.sharding import Mesh
 from saved import bytes_of_shards, saved_by_rank
 
 
@@ -58,9 +59,16 @@ def test_notices_tell_every_process_what_they_tell_one(tmp_path, crews, backend,
     settings = {"seed": seed, "two_axes": two_axes, "backend": backend}
     told = crews(2, 2).run(tmp_path, "notices", settings)
     mesh = scenarios.two_axis_mesh() if two_axes else scenarios.expert_mesh(4)
+    assert_notices_of_one_process(tmp_path, told, mesh, backend, seed)
+
+
+def assert_notices_of_one_process(
+    folder, told: list[dict], mesh: Mesh, backend: str, seed: int
+) -> None:
+    """Gives the notices in this process and compares them with a job's, and with the truth."""
     told_alone, arrays = mode_scenarios.notice_results(mesh, backend, seed)
     assert told == [told_alone, told_alone]
-    seen = saved_by_rank(tmp_path, 2)
+    seen = saved_by_rank(folder, 2)
     for key, array in arrays.items():
         assert list(seen[key].values()) == bytes_of_shards(array), key
 

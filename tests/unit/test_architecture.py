@@ -23,6 +23,7 @@ PYTHON_LEVELS = {
     "config": 1,
     "_native": 2,
     "_bootstrap": 2,
+    "_transports": 2,
     "_windows": 3,
     "layout": 3,
     "buffer": 4,

@@ -258,6 +258,29 @@ def test_programs_are_warmed_up_before_they_are_timed(monkeypatch):
     programs = {"slow": {length: program(length, length * 1.0) for length in (1, 3)}}
     timing.slopes(programs, timing.Limits(2, 2, 0.0, warm_ups=5))
     assert runs == {1: 4, 3: 4}
+    runs.clear()
+    timing.slopes(programs, timing.fixed(2, warm_ups=5))
+    assert runs == {1: 7, 3: 7}, "several processes must run slow ones as often as each other"
+
+
+def test_processes_measure_together(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "bench_ep.py"), "--platform", "cpu", "--ranks", "2"]
+    command += ["--processes", "2", "--shape", "16,32,2,4", "--systems", "native"]
+    command += ["--ops", "dispatch", "--quick", "--json", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "cpu-x2-p2.json").read_text())
+    assert results["environment"]["processes"] == 2
+    (record,) = results["records"]
+    assert (record["op"], record["system"], record["R"]) == ("dispatch", "native", 2)
+    assert record["repeats"] >= 2
+
+
+def test_processes_share_the_devices_evenly():
+    command = [sys.executable, str(BENCHMARKS / "bench_ep.py"), "--platform", "cpu", "--ranks", "2"]
+    done = subprocess.run([*command, "--processes", "3"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "--processes 3 cannot share 2 devices out evenly" in done.stderr
 
 
 def test_command_line_writes_records(tmp_path):

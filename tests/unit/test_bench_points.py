@@ -132,6 +132,7 @@ ENVIRONMENT = {
     "cuda": "13.0",
     "jax": "0.11.2",
     "commit": "abc",
+    "processes": 1,
     "seed": 3,
 }
 
@@ -275,6 +276,7 @@ def options_of(**changes) -> argparse.Namespace:
         "worker": 2,
         "seed": 5,
         "budget": 300.0,
+        "processes": 1,
         "full": False,
         "quick": False,
         "chain": None,

@@ -29,6 +29,7 @@ JAX_EP_HD int64_t use_everything(const WindowShape& shape, int32_t* topk, int32_
   sum += layout.dispatch_tag(0, 1) + layout.dispatch_flag(1, 1, 1);
   sum += layout.combine_row(0, 1, 1) + layout.combine_scalars(1, 1, 1);
   sum += layout.combine_flag(0, 1, 1) + layout.combine_tag(1, 1) + layout.notify_count(0, 1, 1);
+  sum += layout.staged(layout.combine_row(1, 0, 1), 0, 1);
   sum += message.bytes() + message.source_offset() + message.entry_offset(1);
   sum += control.poison() + control.epoch(kDispatchChannel) + control.doorbell(kCombineChannel);
   sum += control.credit(kCombineChannel, 1) + control.total_bytes();
