@@ -43,10 +43,9 @@ int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_exp
                       bool low_latency, std::optional<int64_t> id) {
   require_devices(device_ordinals);
   nb::gil_scoped_release release;
-  return create_cuda_buffer(
-             id.value_or(next_cuda_buffer_id()),
-             {std::move(device_ordinals), num_experts, num_experts_per_tok, hidden, itemsize,
-              tokens_per_epoch, max_tokens_per_rank, timeout_s, fingerprint, num_sms, low_latency})
+  return create_cuda_buffer(id, {std::move(device_ordinals), num_experts, num_experts_per_tok,
+                                 hidden, itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
+                                 fingerprint, num_sms, low_latency})
       ->id();
 }
 

@@ -68,10 +68,9 @@ int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_exp
   }
   const Payload carried = payload == "window" ? Payload::kWindow : Payload::kReference;
   nb::gil_scoped_release release;
-  return create_cpu_buffer(id.value_or(next_cpu_buffer_id()),
-                           {std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
-                            itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s, fingerprint,
-                            carried, std::move(processes), here, segment_offer})
+  return create_cpu_buffer(id, {std::move(device_ordinals), num_experts, num_experts_per_tok,
+                                hidden, itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
+                                fingerprint, carried, std::move(processes), here, segment_offer})
       ->id();
 }
 

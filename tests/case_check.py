@@ -20,6 +20,11 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-7, "float16": 2**-10}
 
 def everything(buffer, case):
     """One program with the four native calls: both operations and both gradients."""
+    return jax.jit(programs.sharded(buffer, rank_program(buffer, case)))
+
+
+def rank_program(buffer, case, *, in_order=False):
+    """What ``everything`` does on each rank; ``in_order``: the sums of the combine channel too."""
 
     def program(x, topk_idx, topk_weights, d_tokens, d_weights, y, row_weights, g):
         def send(x, topk_weights):
@@ -30,7 +35,8 @@ def everything(buffer, case):
         d_x, d_topk_weights = pull_dispatch((d_tokens, d_weights))
 
         def bring_back(y, row_weights):
-            return jax_ep.combine(buffer, y, dataclasses.replace(routed, weights=row_weights))
+            edited = dataclasses.replace(routed, weights=row_weights)
+            return jax_ep.combine(buffer, y, edited, after=d_x if in_order and case.T else None)
 
         out, pull_combine = jax.vjp(bring_back, y, row_weights)
         d_y, d_row_weights = pull_combine(g)
@@ -50,7 +56,7 @@ def everything(buffer, case):
             "d_row_weights": d_row_weights,
         }
 
-    return jax.jit(programs.sharded(buffer, program))
+    return program
 
 
 def by_rank(array, case):

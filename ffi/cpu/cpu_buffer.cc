@@ -34,8 +34,10 @@ class Registry {
     return next_id_;
   }
 
-  std::shared_ptr<CpuBuffer> create(int64_t id, const CpuBufferOptions& options) {
+  std::shared_ptr<CpuBuffer> create(std::optional<int64_t> agreed_id,
+                                    const CpuBufferOptions& options) {
     std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t id = agreed_id.value_or(next_id_);
     if (id < next_id_) throw std::runtime_error("buffer id " + std::to_string(id) + " is taken");
     auto buffer = std::make_shared<CpuBuffer>(id, options);
     buffers_[id] = buffer;
@@ -226,8 +228,9 @@ void CpuBuffer::reset() {
 
 int64_t next_cpu_buffer_id() { return Registry::instance().next_id(); }
 
-std::shared_ptr<CpuBuffer> create_cpu_buffer(int64_t id, const CpuBufferOptions& options) {
-  return Registry::instance().create(id, options);
+std::shared_ptr<CpuBuffer> create_cpu_buffer(std::optional<int64_t> agreed_id,
+                                             const CpuBufferOptions& options) {
+  return Registry::instance().create(agreed_id, options);
 }
 
 std::shared_ptr<CpuBuffer> find_cpu_buffer(int64_t id) { return Registry::instance().find(id); }

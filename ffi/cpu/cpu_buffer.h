@@ -92,9 +92,11 @@ class CpuBuffer {
 
 // An id that no buffer of this process has had.
 int64_t next_cpu_buffer_id();
-// id: at least next_cpu_buffer_id(), as the processes have agreed. Ids are never given twice in a
-// process. Throws std::runtime_error where it has been given, or memory cannot be shared.
-std::shared_ptr<CpuBuffer> create_cpu_buffer(int64_t id, const CpuBufferOptions& options);
+// agreed_id: at least next_cpu_buffer_id(), as the processes have agreed; none where the buffer is
+// of this process alone, and any new id will do. Ids are never given twice in a process. Throws
+// std::runtime_error where it has been given, or memory cannot be shared.
+std::shared_ptr<CpuBuffer> create_cpu_buffer(std::optional<int64_t> agreed_id,
+                                             const CpuBufferOptions& options);
 // Null when there is no such buffer, or none any more.
 std::shared_ptr<CpuBuffer> find_cpu_buffer(int64_t id);
 // Nothing new is accepted from here on; idempotent.

@@ -56,8 +56,10 @@ class Registry {
     return next_id_;
   }
 
-  std::shared_ptr<CudaBuffer> create(int64_t id, const CudaBufferOptions& options) {
+  std::shared_ptr<CudaBuffer> create(std::optional<int64_t> agreed_id,
+                                     const CudaBufferOptions& options) {
     std::unique_lock<std::mutex> lock(mutex_);
+    const int64_t id = agreed_id.value_or(next_id_);
     if (id < next_id_) {
       throw std::invalid_argument("id " + std::to_string(id) +
                                   " has been given before; the next is " +
@@ -203,9 +205,10 @@ void CudaBuffer::close(bool drained) {
 
 int64_t next_cuda_buffer_id() { return Registry::instance().next_id(); }
 
-std::shared_ptr<CudaBuffer> create_cuda_buffer(int64_t id, const CudaBufferOptions& options) {
+std::shared_ptr<CudaBuffer> create_cuda_buffer(std::optional<int64_t> agreed_id,
+                                               const CudaBufferOptions& options) {
   free_what_all_have_left();
-  return Registry::instance().create(id, options);
+  return Registry::instance().create(agreed_id, options);
 }
 
 std::shared_ptr<CudaBuffer> find_cuda_buffer(int64_t id) { return Registry::instance().find(id); }

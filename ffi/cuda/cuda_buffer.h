@@ -93,9 +93,10 @@ class CudaBuffer {
 
 // Ids are never given twice in a process, nor to a buffer of CPUs. At least this one is free.
 int64_t next_cuda_buffer_id();
-// id: at least next_cuda_buffer_id(), the same in all processes that share the buffer. Throws
-// std::invalid_argument otherwise.
-std::shared_ptr<CudaBuffer> create_cuda_buffer(int64_t id, const CudaBufferOptions& options);
+// agreed_id: at least next_cuda_buffer_id(), the same in all processes that share the buffer; none
+// where they do not, and any new id will do. Throws std::invalid_argument otherwise.
+std::shared_ptr<CudaBuffer> create_cuda_buffer(std::optional<int64_t> agreed_id,
+                                               const CudaBufferOptions& options);
 // Null when there is no such buffer, or none any more.
 std::shared_ptr<CudaBuffer> find_cuda_buffer(int64_t id);
 // Nothing new is accepted from here on; idempotent, never throws.

@@ -1,8 +1,9 @@
 """Buffers with a short deadline, a program per native operation, and ways to see them fail."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import cases
 import jax
@@ -109,6 +110,16 @@ def make_setup(
     }
     healthy = {operation: jax.block_until_ready(start()) for operation, start in run.items()}
     return Setup(case, buffer, run, healthy)
+
+
+@contextlib.contextmanager
+def open_setup(num_ranks: int, payload: str) -> Iterator[Setup]:
+    """``make_setup`` of a fresh seed, which it prints; closes the buffer at the end."""
+    seed = cases.fresh_seed()
+    print(f"{cases.SEED_VARIABLE}={seed}")
+    setup = make_setup(num_ranks, np.random.default_rng(seed), payload)
+    yield setup
+    setup.buffer.close()
 
 
 def compiled(buffer: jax_ep.Buffer, function, **options):

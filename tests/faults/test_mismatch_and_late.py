@@ -4,7 +4,6 @@ import time
 
 import cases
 import jax
-import numpy as np
 import programs
 import pytest
 from fault_programs import (
@@ -16,7 +15,7 @@ from fault_programs import (
     compiled,
     failure,
     fault_case,
-    make_setup,
+    open_setup,
     sharded_routed,
     sleeper,
 )
@@ -26,11 +25,8 @@ import jax_ep
 
 @pytest.fixture(scope="module", params=["native", "window"])
 def setup(request):
-    seed = cases.fresh_seed()
-    print(f"{cases.SEED_VARIABLE}={seed}")
-    setup = make_setup(4, np.random.default_rng(seed), request.param)
-    yield setup
-    setup.buffer.close()
+    with open_setup(4, request.param) as setup:
+        yield setup
 
 
 @pytest.fixture(autouse=True)

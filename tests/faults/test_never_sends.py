@@ -1,9 +1,15 @@
 """A rank that sends nothing: all others say who, in what operation and epoch, by the deadline."""
 
-import cases
-import numpy as np
 import pytest
-from fault_programs import AT_ONCE_S, GRACE_S, OPERATIONS, TIMEOUT_S, failure, make_setup
+from fault_programs import (
+    AT_ONCE_S,
+    GRACE_S,
+    OPERATIONS,
+    TIMEOUT_S,
+    failure,
+    make_setup,
+    open_setup,
+)
 
 import jax_ep
 
@@ -14,12 +20,8 @@ import jax_ep
     ids=lambda param: f"{param[0]}ranks_{param[1]}",
 )
 def setup(request):
-    num_ranks, payload = request.param
-    seed = cases.fresh_seed()
-    print(f"{cases.SEED_VARIABLE}={seed}")
-    setup = make_setup(num_ranks, np.random.default_rng(seed), payload)
-    yield setup
-    setup.buffer.close()
+    with open_setup(*request.param) as setup:
+        yield setup
 
 
 @pytest.fixture(autouse=True)

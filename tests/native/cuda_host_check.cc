@@ -53,7 +53,7 @@ CudaBufferOptions options(std::vector<std::vector<int>> ordinals) {
 }
 
 std::shared_ptr<CudaBuffer> make_buffer(const CudaBufferOptions& asked) {
-  return create_cuda_buffer(next_cuda_buffer_id(), asked);
+  return create_cuda_buffer(std::nullopt, asked);
 }
 
 Operation operation_of(CudaBuffer& buffer, int rank) {

@@ -9,10 +9,10 @@
 
 #include <atomic>
 #include <cstdio>
-#include <cstdlib>
 #include <new>
 
 #include "stress_group.h"
+#include "stress_main.h"
 #include "transport/host_processes.h"
 
 namespace jax_ep::stress {
@@ -127,19 +127,5 @@ int64_t run_world(Random& random) {
 }  // namespace jax_ep::stress
 
 int main(int argc, char** argv) {
-  if (argc != 3) {
-    std::printf("usage: process_stress SEED EPOCHS\n");
-    return 2;
-  }
-  const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
-  const int64_t wanted = std::strtoll(argv[2], nullptr, 10);
-  jax_ep::stress::Random random(seed);
-  int64_t epochs = 0;
-  int worlds = 0;
-  for (; epochs < wanted && !jax_ep::stress::failures.any(); ++worlds) {
-    epochs += jax_ep::stress::run_world(random);
-  }
-  std::printf("seed %llu: %lld epochs in %d worlds\n", static_cast<unsigned long long>(seed),
-              static_cast<long long>(epochs), worlds);
-  return jax_ep::stress::failures.any() ? 1 : 0;
+  return jax_ep::stress::run_worlds(argc, argv, jax_ep::stress::run_world);
 }

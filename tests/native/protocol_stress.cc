@@ -3,13 +3,11 @@
 // Group take turns.
 //
 // Usage: protocol_stress SEED EPOCHS
-#include <cstdio>
-#include <cstdlib>
-
 #include "stress_corrupt.h"
 #include "stress_direct.h"
 #include "stress_faults.h"
 #include "stress_group.h"
+#include "stress_main.h"
 
 namespace jax_ep::stress {
 
@@ -40,19 +38,5 @@ int64_t run_world(Random& random) {
 }  // namespace jax_ep::stress
 
 int main(int argc, char** argv) {
-  if (argc != 3) {
-    std::printf("usage: protocol_stress SEED EPOCHS\n");
-    return 2;
-  }
-  const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
-  const int64_t wanted = std::strtoll(argv[2], nullptr, 10);
-  jax_ep::stress::Random random(seed);
-  int64_t epochs = 0;
-  int worlds = 0;
-  for (; epochs < wanted && !jax_ep::stress::failures.any(); ++worlds) {
-    epochs += jax_ep::stress::run_world(random);
-  }
-  std::printf("seed %llu: %lld epochs in %d worlds\n", static_cast<unsigned long long>(seed),
-              static_cast<long long>(epochs), worlds);
-  return jax_ep::stress::failures.any() ? 1 : 0;
+  return jax_ep::stress::run_worlds(argc, argv, jax_ep::stress::run_world);
 }

@@ -1,8 +1,10 @@
 """Buffers: what they tell, what they refuse, how they end."""
 
+import concurrent.futures
 import gc
 import subprocess
 import sys
+import threading
 import warnings
 
 import cases
@@ -13,6 +15,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jax_ep
+from jax_ep import _native
 
 CASE = cases.Case(name="small", T=6, H=16, K=2, E=8, R=4)
 
@@ -53,6 +56,32 @@ def test_ids_are_never_reused(backend):
         with programs.make_buffer(CASE, backend) as buffer:
             ids.append(buffer.id)
     assert len(set(ids)) == 3
+
+
+def test_ids_differ_between_threads_that_make_buffers_at_once(monkeypatch):
+    """They go to the native module themselves: beside it, Python's own lock keeps them apart."""
+    num_threads, num_buffers = 8, 500
+    settings, native = {}, _native.load("cpu")
+    create = native.create_buffer
+
+    def remember(**given):
+        settings.update(given)
+        return create(**given)
+
+    monkeypatch.setattr(native, "create_buffer", remember)
+    programs.make_buffer(CASE, "native").close()
+    all_here = threading.Barrier(num_threads)
+
+    def make_some(_):
+        all_here.wait(60)
+        return [create(**settings) for _ in range(num_buffers)]
+
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+        by_thread = list(threads.map(make_some, range(num_threads)))
+    ids = {number for numbers in by_thread for number in numbers}
+    for number in ids:
+        native.close_buffer(number)
+    assert len(ids) == num_threads * num_buffers
 
 
 def test_fingerprint_tells_buffers_apart(backend):

@@ -12,6 +12,7 @@ import pytest
 BACKENDS = ("reference", "native", "window")
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_case_against_oracle(case, backend, rng):
@@ -23,6 +24,7 @@ def test_case_against_oracle(case, backend, rng):
             assert buffer.check() is None
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("dtype", sorted(case_check.TOLERANCE))
 @pytest.mark.parametrize("name", ["chunked", "drops_aligned", "many_k", "four_ranks_bf16"])
 def test_who_moves_the_rows_shows_in_no_bit(name, dtype, rng):

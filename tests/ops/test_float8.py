@@ -136,6 +136,7 @@ def test_formula_natively(payload, dtype, rng):
                 float8_check.same_bits(row, known[source, token], (scale_format, back, token))
 
 
+@pytest.mark.table
 @on_backends(HIGH, reference=("aligned_chunks", "slots_drop", "no_tokens"))
 def test_dispatch(backend, case, rng):
     """Every specified row, those without a token too, and all else as without quantising."""
@@ -174,6 +175,7 @@ def test_dispatch(backend, case, rng):
             np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "halves"])
 @pytest.mark.parametrize("layout", ll_check.LAYOUTS)
 @on_backends(LOW, reference=("groups",))

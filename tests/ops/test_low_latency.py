@@ -50,7 +50,8 @@ for _backend in ("native", "reference"):
 
 def table(test):
     ids = [f"{backend}-{case.name}-{layout}" for backend, case, layout in TABLE]
-    return pytest.mark.parametrize(("backend", "case", "layout"), TABLE, ids=ids)(test)
+    cases_of_test = pytest.mark.parametrize(("backend", "case", "layout"), TABLE, ids=ids)
+    return pytest.mark.table(cases_of_test(test))
 
 
 @table

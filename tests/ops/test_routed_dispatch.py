@@ -54,6 +54,7 @@ BACKENDS_AND_NAMES = [
 ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("backend", "name"), BACKENDS_AND_NAMES)
 def test_bits_are_those_of_dispatch(backend, name, rng):
     case = cases.BY_NAME[name]

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import xla_flags
+
 WORKER = pathlib.Path(__file__).with_name("worker.py")
 LIMIT_S = 150.0
 
@@ -123,7 +125,7 @@ def crew(
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"--xla_backend_optimization_level=0 {xla_flags.quick_to_compile()}".strip(),
     }
     if gpus:  # beside the test's own process, which may have taken most of their memory
         environment |= {

@@ -13,7 +13,7 @@ import ll_check
 import numpy as np
 import programs
 from jax.sharding import Mesh
-from scenarios import World, compiled, expert_mesh, shards, spread, two_axis_mesh
+from scenarios import World, compiled, expert_mesh, results_of, shards, spread, two_axis_mesh
 
 import jax_ep
 
@@ -84,15 +84,7 @@ def low_latency_results(
     problem = low_latency_problem(case, layout, seed)
     config = programs.make_config(case, mode="low_latency")
     with jax_ep.Buffer(mesh, "expert", config, backend="native") as buffer:
-        run = low_latency_everything(buffer, case, layout)
-        arguments = [spread(mesh, argument) for argument in problem.arguments()]
-        jax.block_until_ready(run(*arguments))
-        results = jax.block_until_ready(run(*arguments))
-        try:
-            buffer.check()
-        except jax_ep.EpDataError:
-            assert problem.num_faults > 0
-    return results
+        return results_of(buffer, low_latency_everything(buffer, case, layout), problem)
 
 
 def low_latency(world: World) -> dict:

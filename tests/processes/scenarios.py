@@ -80,38 +80,7 @@ def compiled(buffer: jax_ep.Buffer, program):
 
 def everything(buffer: jax_ep.Buffer, case: cases.Case):
     """As ``case_check.everything``, with the two sums of the combine channel in a fixed order."""
-
-    def program(x, topk_idx, topk_weights, d_tokens, d_weights, y, row_weights, g):
-        def send(x, topk_weights):
-            routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
-            return (routed.tokens, routed.weights), routed
-
-        _, pull_dispatch, routed = jax.vjp(send, x, topk_weights, has_aux=True)
-        d_x, d_topk_weights = pull_dispatch((d_tokens, d_weights))
-
-        def bring_back(y, row_weights):
-            edited = dataclasses.replace(routed, weights=row_weights)
-            return jax_ep.combine(buffer, y, edited, after=d_x if case.T else None)
-
-        out, pull_combine = jax.vjp(bring_back, y, row_weights)
-        d_y, d_row_weights = pull_combine(g)
-        row_map = {} if case.expand else {"row_map": routed.row_map}
-        return row_map | {
-            "tokens": routed.tokens,
-            "weights": routed.weights,
-            "group_sizes": routed.group_sizes,
-            "valid_sizes": routed.valid_sizes,
-            "num_dropped": routed.num_dropped[None],
-            "topk_idx": routed.handle.topk_idx,
-            "recv_rows": routed.handle.recv_rows,
-            "out": out,
-            "d_x": d_x,
-            "d_topk_weights": d_topk_weights,
-            "d_y": d_y,
-            "d_row_weights": d_row_weights,
-        }
-
-    return compiled(buffer, program)
+    return compiled(buffer, case_check.rank_program(buffer, case, in_order=True))
 
 
 def problem_of(case: cases.Case, seed: int) -> case_check.Problem:
@@ -125,14 +94,18 @@ def case_results(case: cases.Case, mesh: Mesh, seed: int) -> dict[str, jax.Array
     """All results of a case, by ranks of ``mesh``; run twice, for epochs of either parity."""
     problem = problem_of(case, seed)
     with jax_ep.Buffer(mesh, "expert", programs.make_config(case), backend="native") as buffer:
-        run = everything(buffer, case)
-        arguments = [spread(mesh, argument) for argument in problem.arguments()]
-        jax.block_until_ready(run(*arguments))
-        results = jax.block_until_ready(run(*arguments))
-        try:
-            buffer.check()
-        except jax_ep.EpDataError:
-            assert problem.num_faults > 0
+        return results_of(buffer, everything(buffer, case), problem)
+
+
+def results_of(buffer: jax_ep.Buffer, run, problem) -> dict[str, jax.Array]:
+    """Of two runs in a row the second's."""
+    arguments = [spread(buffer.mesh, argument) for argument in problem.arguments()]
+    jax.block_until_ready(run(*arguments))
+    results = jax.block_until_ready(run(*arguments))
+    try:
+        buffer.check()
+    except jax_ep.EpDataError:
+        assert problem.num_faults > 0
     return results
 
 

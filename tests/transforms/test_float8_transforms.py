@@ -57,6 +57,7 @@ GRADIENTS = [(b, f, m) for b in ("native", "window") for f in FORMATS for m in M
 GRADIENTS += [("reference", "power_of_two", "dispatch"), ("reference", "float32", "padded")]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("backend", "scale_format", "mode"), GRADIENTS)
 def test_gradient_of_rows_goes_straight_through(backend, scale_format, mode, rng):
     """The cotangents of x and of the weights are those of a dispatch that does not quantise."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import case_check
 import cases
 import jax
 import jax.numpy as jnp
@@ -72,15 +73,7 @@ def test_check_grads(buffer, rng, case):
 def test_dropped_rows_get_no_gradient(buffer, rng):
     case = dataclasses.replace(DROPS, load=0.3)
     inputs = cases.make_inputs(case, rng)
-    truth = oracle.dispatch(
-        *(
-            array.reshape(case.R, case.T, -1)
-            for array in (inputs.x, inputs.topk_idx, inputs.topk_weights)
-        ),
-        num_experts=case.E,
-        capacity=case.rows,
-        alignment=case.alignment,
-    )
+    truth = case_check.truth_of(case, inputs)
     assert truth.num_dropped.sum() > 0
 
     def layer(x, topk_idx, topk_weights):
@@ -116,15 +109,7 @@ def test_slots_used_as_they_are(buffer, rng):
     def gradient(x):
         return jax.grad(lambda x: jnp.sum(run(flat, x, inputs.topk_idx, inputs.topk_weights)))(x)
 
-    truth = oracle.dispatch(
-        *(
-            array.reshape(CASE.R, CASE.T, -1)
-            for array in (inputs.x, inputs.topk_idx, inputs.topk_weights)
-        ),
-        num_experts=CASE.E,
-        capacity=SLOTS_DROPS.rows,
-        alignment=SLOTS_DROPS.alignment,
-    )
+    truth = case_check.truth_of(SLOTS_DROPS, inputs)
     expected, _ = oracle.slot_gradients(truth, scale, np.zeros(truth.weights.shape))
     seen = np.asarray(gradient(inputs.x)).reshape(expected.shape)
     np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-5)

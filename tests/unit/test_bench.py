@@ -55,6 +55,7 @@ def shape(request) -> str:
     return request.param
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("shape", "name"), [(shape, name) for shape in sorted(SHAPES) for name in systems_at(shape)]
 )

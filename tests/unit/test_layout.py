@@ -177,6 +177,7 @@ def layout_check(tmp_path_factory):
     return folder / "layout_check"
 
 
+@pytest.mark.no_python
 def test_addresses_packing_epochs_and_placement(layout_check):
     """The functions that kernels call, for random shapes: see tests/native/layout_check.cc."""
     seed = cases.fresh_seed()

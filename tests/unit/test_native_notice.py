@@ -6,6 +6,8 @@ import subprocess
 import pytest
 from native import build
 
+pytestmark = pytest.mark.no_python
+
 CHECK = build.ROOT / "tests/native/notice_check.cc"
 NAMES = ("mapped_counters", "notice_board")
 THREAD = ("-O1", "-g", "-fsanitize=thread")

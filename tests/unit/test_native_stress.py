@@ -23,8 +23,8 @@ PROCESSES = build.ROOT / "tests/native/process_stress.cc"
 REQUIRE = "JAX_EP_REQUIRE_SANITIZERS"
 RUN_TIMEOUT_S = 100
 
-THREAD = ("-O1", "-g", "-fsanitize=thread")
-MEMORY = ("-O0", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+THREAD = ("-O1", "-g1", "-fsanitize=thread")
+MEMORY = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 RACE = "ThreadSanitizer: data race"
 ENVIRONMENT = os.environ | {
     "TSAN_OPTIONS": "halt_on_error=1 exitcode=66",
