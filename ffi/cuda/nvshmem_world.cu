@@ -101,11 +101,17 @@ char* allocate(int64_t bytes, const std::string& purpose) {
   return static_cast<char*>(memory);
 }
 
-// A heap that grows does so in steps of this many bytes; one that does not was taken at the start.
+// A heap that grows does so in steps of this many bytes, up to as many as it has addresses for; one
+// that does not was taken at the start. (Defaults of NVSHMEM 3.4: whoever sets other addresses
+// knows how many.)
 constexpr int64_t kHeapStep = int64_t{512} << 20;
+constexpr int64_t kHeapAddresses = int64_t{128} << 30;
 bool heap_grows() {
   const char* disabled = std::getenv("NVSHMEM_DISABLE_CUDA_VMM");
   return disabled == nullptr || std::strcmp(disabled, "0") == 0;
+}
+int64_t heap_addresses() {
+  return std::getenv("NVSHMEM_MAX_MEMORY_PER_GPU") == nullptr ? kHeapAddresses : INT64_MAX;
 }
 
 }  // namespace
@@ -168,7 +174,12 @@ void NvshmemMemory::require_room(int64_t bytes) const {
   size_t free_bytes = 0;
   size_t all_bytes = 0;
   require_ok(cudaMemGetInfo(&free_bytes, &all_bytes), "asking for the GPU's free memory");
-  if (align_up(bytes, kHeapStep) > static_cast<int64_t>(free_bytes)) {
+  World& world = World::instance();
+  std::lock_guard<std::mutex> lock(world.mutex);
+  int64_t taken = 2 * kHeapStep;  // control blocks, and what NVSHMEM itself needs
+  for (const World::Block& block : world.windows) taken += block.bytes;
+  const int64_t needed = align_up(bytes, kHeapStep);
+  if (needed > static_cast<int64_t>(free_bytes) || needed > heap_addresses() - taken) {
     throw no_room(bytes, "a window");
   }
 }

@@ -1,7 +1,7 @@
 // Phase 1 of dispatch, and all of notify: where each (token, k) goes. The first blocks of the grid
 // share the tokens out in order; each counts its entries per expert, learns the counts of the
 // blocks before it, and so knows every entry's index among this rank's rows of its expert. Counts
-// leave for the peers before any payload does: behind payload they would queue.
+// leave for the peers before all but a first row of each sender: behind payload they would queue.
 #pragma once
 
 #include "cuda/operation.cuh"
