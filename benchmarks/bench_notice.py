@@ -12,13 +12,16 @@ all": from the call to the answer of ``num_recv_tokens``. The devices are idle w
 
 import argparse
 import concurrent.futures
+import json
 import os
+import pathlib
 import time
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 import jax
 import numpy as np
+from ep_bench import environment
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ep
@@ -33,6 +36,13 @@ def parse_arguments():
     parser.add_argument("--experts", type=int, default=256, help="experts in all")
     parser.add_argument("--topk", type=int, default=8, help="experts per token")
     parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--commit", help="what to record instead of what git says")
+    parser.add_argument(
+        "--json",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where to write <device>-x<ranks>-notice.json",
+    )
     return parser.parse_args()
 
 
@@ -64,16 +74,32 @@ def seen_by_thread(buffer, topk_idx, poller):
     return (found["read_at_ns"] - buffer.stats()["notify_returned_ns"]) / 1e3
 
 
-def report(name, times):
+def summary(times):
     median, high = np.percentile(times, [50, 90])
-    return f"{name} {median:.1f} ({high:.1f})"
+    return {"us": round(median, 1), "us_p90": round(high, 1), "repeats": len(times)}
+
+
+def measure(buffer, topk_idx, expected, repeats):
+    """Summaries by what was measured."""
+    for _ in range(WARM_UP):
+        seen_by_caller(buffer, topk_idx, expected)
+    found = [seen_by_caller(buffer, topk_idx, expected) for _ in range(repeats)]
+    after_call, in_all = zip(*found, strict=True)
+    summaries = {"after the call": summary(after_call), "in all": summary(in_all)}
+    if "notify_returned_ns" in buffer.stats():
+        with concurrent.futures.ThreadPoolExecutor(1) as poller:
+            times = [seen_by_thread(buffer, topk_idx, poller) for _ in range(repeats)]
+        summaries["after the handlers"] = summary(times)
+    return summaries
 
 
 def main():
     arguments = parse_arguments()
     num_ranks = len(jax.devices())
     mesh = jax.make_mesh((num_ranks,), ("expert",))
-    rng = np.random.default_rng()
+    seed = int.from_bytes(os.urandom(4), "little")
+    rng = np.random.default_rng(seed)
+    records = []
     print(f"{num_ranks} x {jax.devices()[0].device_kind}, us: median (90th percentile)")
     for tokens in arguments.tokens:
         config = jax_ep.EpConfig(
@@ -89,20 +115,19 @@ def main():
         spec = NamedSharding(mesh, PartitionSpec("expert"))
         with jax_ep.Buffer(mesh, "expert", config, backend="native") as buffer:
             topk_idx = jax.block_until_ready(jax.device_put(host_idx, spec))
-            for _ in range(WARM_UP):
-                seen_by_caller(buffer, topk_idx, expected)
-            found = [seen_by_caller(buffer, topk_idx, expected) for _ in range(arguments.repeats)]
-            after_call, in_all = zip(*found, strict=True)
-            texts = [report("after the call", after_call), report("in all", in_all)]
-            if "notify_returned_ns" in buffer.stats():
-                with concurrent.futures.ThreadPoolExecutor(1) as poller:
-                    times = [
-                        seen_by_thread(buffer, topk_idx, poller) for _ in range(arguments.repeats)
-                    ]
-                texts.insert(0, report("after the handlers", times))
+            summaries = measure(buffer, topk_idx, expected, arguments.repeats)
+        shape = {"T": tokens, "K": arguments.topk, "E": arguments.experts, "R": num_ranks}
+        records += [{"op": "notify", "system": name, **shape, **s} for name, s in summaries.items()]
+        texts = [f"{name} {s['us']} ({s['us_p90']})" for name, s in summaries.items()]
         print(
             f"T={tokens} K={arguments.topk} E={arguments.experts}: {', '.join(texts)}", flush=True
         )
+    if arguments.json is not None:
+        facts = environment.describe(num_ranks, seed, arguments.commit)
+        arguments.json.mkdir(parents=True, exist_ok=True)
+        path = arguments.json / f"{environment.file_stem(facts['device'])}-notice.json"
+        path.write_text(json.dumps({"environment": facts, "records": records}, indent=1) + "\n")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
