@@ -70,7 +70,7 @@ class Truth:
             raise AssertionError(
                 f"{name} does not dispatch the expected rows: so many are wrong, by rank: {by_rank}"
             )
-        for shard in group_sizes.addressable_shards:
+        for shard in jnp.asarray(group_sizes).addressable_shards:
             if not np.array_equal(np.asarray(shard.data), self._group_sizes[shard.index]):
                 raise AssertionError(f"{name} does not return the expected group sizes")
 
