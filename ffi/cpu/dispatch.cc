@@ -27,6 +27,7 @@ class Dispatch {
 
   bool run(uint64_t first_epoch);
   bool start(uint64_t epoch);
+  bool receive(uint64_t epoch);
   bool done(uint64_t epoch);
 
  private:
@@ -97,15 +98,19 @@ bool Dispatch::start(uint64_t epoch) {
   return true;
 }
 
-bool Dispatch::done(uint64_t epoch) {
-  // Again: cheaper than keeping it, with another operation between the halves.
-  route(/*report_faults=*/false);
+bool Dispatch::receive(uint64_t epoch) {
   if (!session_.check_tags(epoch) || !receive_counts(epoch)) return false;
   place_rows();
   expand_own();
   if (!receive_chunk(epoch, {0, args_.num_tokens})) return false;
   session_.send_credits(context_.read_through);
   return true;
+}
+
+bool Dispatch::done(uint64_t epoch) {
+  // Again: cheaper than keeping it, with another operation between the halves.
+  route(/*report_faults=*/false);
+  return receive(epoch);
 }
 
 void Dispatch::route(bool report_faults) {
@@ -353,6 +358,11 @@ bool run_dispatch(RankContext& context, const DispatchArgs& args, const OpTag& t
 bool run_dispatch_start(RankContext& context, const DispatchArgs& args, const OpTag& tag,
                         uint64_t epoch) {
   return Dispatch(context, args, tag).start(epoch);
+}
+
+bool run_dispatch_receive(RankContext& context, const DispatchArgs& args, const OpTag& tag,
+                          uint64_t epoch) {
+  return Dispatch(context, args, tag).receive(epoch);
 }
 
 bool run_dispatch_done(RankContext& context, const DispatchArgs& args, const OpTag& tag,

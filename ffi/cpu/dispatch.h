@@ -46,6 +46,9 @@ bool run_dispatch(RankContext& context, const DispatchArgs& args, const OpTag& t
 // writes clean_topk_idx alone; done reads x again, for the own rank's rows.
 bool run_dispatch_start(RankContext& context, const DispatchArgs& args, const OpTag& tag,
                         uint64_t epoch);
+// What follows a start when nothing of this rank's and channel's came between.
+bool run_dispatch_receive(RankContext& context, const DispatchArgs& args, const OpTag& tag,
+                          uint64_t epoch);
 bool run_dispatch_done(RankContext& context, const DispatchArgs& args, const OpTag& tag,
                        uint64_t epoch);
 

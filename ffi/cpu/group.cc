@@ -111,8 +111,18 @@ void Group::start(int64_t run_id, Meeting meeting) {
   }
   share_operands(started.get());
   started->errors.resize(ranks_.size());
+  started->beginnings.resize(ranks_.size());
   started->num_running = num_seats();
   num_running_ += num_seats();
+  // All that can be sent first is queued before what waits for it: on few cores, a thread that
+  // waits for a rank that has no thread yet costs more than a small operation.
+  for (int seat = 0; seat < num_seats(); ++seat) {
+    if (!started->parts[seat].send) continue;
+    strand(ranks_[seat], channel).submit([this, seat, started] {
+      started->beginnings[seat] = begin_part(seat, *started);
+      return Completion();
+    });
+  }
   for (int seat = 0; seat < num_seats(); ++seat) {
     strand(ranks_[seat], channel).submit([this, seat, started] {
       return carry_out(seat, started);
@@ -163,6 +173,7 @@ void Group::share_operands(Started* started) const {
 // Operands live until the operation is done. Where peers read them in place, no part is done before
 // all have ended, whether well or not: each ends by its deadlines.
 Completion Group::carry_out(int seat, const std::shared_ptr<Started>& started) {
+  if (!started->parts[seat].send) started->beginnings[seat] = begin_part(seat, *started);
   if (!run_part(seat, *started)) started->errors[seat] = rank_error(ranks_[seat]);
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -182,30 +193,46 @@ Completion Group::carry_out(int seat, const std::shared_ptr<Started>& started) {
   return [done, seat] { done(seat); };
 }
 
-bool Group::run_part(int seat, const Started& started) {
+Group::Beginning Group::begin_part(int seat, const Started& started) {
   const int rank = ranks_[seat];
   const Operation& operation = started.parts[seat];
-  RankContext& context = contexts_[rank * kNumChannels + operation.channel];
+  RankContext& context = context_of(seat, started);
   context.operands = started.operands.empty() ? nullptr : started.operands.data();
   context.read_through = started.read_through;
   if (operation.ticket_out != nullptr) {
     std::memcpy(operation.ticket_out, &started.ticket, sizeof(started.ticket));
   }
-  OpTag tag = started.of_start.value_or(operation.tag);
-  bool sends = true;
+  Beginning beginning{Beginning::kWell, started.of_start.value_or(operation.tag)};
 #if defined(JAX_EP_TEST_HOOKS)
   FaultPlan& plan = fault_plan(rank);
   const FaultKind fault = plan.kind.load();
   if (fault == FaultKind::kLate) {
     std::this_thread::sleep_for(std::chrono::microseconds(plan.microseconds.load()));
   }
-  if (fault == FaultKind::kWrongTag) tag.variant ^= 0x80000000u;
-  sends = fault != FaultKind::kSkipSend;
+  if (fault == FaultKind::kWrongTag) beginning.tag.variant ^= 0x80000000u;
+  if (fault == FaultKind::kSkipSend) beginning.how = Beginning::kSilent;
   if (fault != FaultKind::kNone && fault != FaultKind::kJitter) plan.kind = FaultKind::kNone;
 #endif
   const ControlLayout& control = context.window.control_layout;
   const bool poisoned = atomic32(context.window.control(rank, control.poison())).load() != 0;
-  if (poisoned || (sends && !operation.run(context, tag, started.first_epoch))) return false;
+  const bool sends = beginning.how == Beginning::kWell && operation.send != nullptr;
+  if (poisoned || (sends && !operation.send(context, beginning.tag, started.first_epoch))) {
+    beginning.how = Beginning::kFailed;
+  }
+  return beginning;
+}
+
+bool Group::run_part(int seat, const Started& started) {
+  const int rank = ranks_[seat];
+  const Operation& operation = started.parts[seat];
+  RankContext& context = context_of(seat, started);
+  const Beginning& beginning = started.beginnings[seat];
+  if (beginning.how == Beginning::kFailed) return false;
+  if (beginning.how == Beginning::kWell &&
+      !operation.run(context, beginning.tag, started.first_epoch)) {
+    return false;
+  }
+  const ControlLayout& control = context.window.control_layout;
   atomic64(context.window.control(rank, control.epoch(operation.channel)))
       .store(started.read_through, std::memory_order_release);
   return true;

@@ -42,7 +42,11 @@ struct Operation {
   Channel channel;
   int num_epochs;
   OperandView operands{};  // of a whole operation
-  std::function<bool(RankContext&, const OpTag&, uint64_t first_epoch)> run;
+  // Carries it out; false when a wait was given up. Where there is a `send`, that is called first,
+  // in a task of its own, and `run` does the rest.
+  using Part = std::function<bool(RankContext&, const OpTag&, uint64_t first_epoch)>;
+  Part send;
+  Part run;
   std::function<void(const std::string* error)> done;  // null: success. Called exactly once.
   Half half = Half::kWhole;
   StartTicket ticket{};        // of a done: what its start handed out
@@ -88,11 +92,17 @@ class Group {
     int num_present = 0;
     Clock::time_point deadline;
   };
+  // How a rank's part of an operation began.
+  struct Beginning {
+    enum { kWell, kSilent, kFailed } how = kWell;  // kSilent: a test wants nothing to be sent
+    OpTag tag{};
+  };
   // An operation that all ranks of this process have presented.
   struct Started {
     std::vector<Operation> parts;                    // by seat
     std::vector<OperandView> operands;               // by rank; empty: windows carry the payload
     std::vector<std::optional<std::string>> errors;  // by seat, of parts that have ended
+    std::vector<Beginning> beginnings;               // by seat
     std::atomic<int> num_running;
     uint64_t first_epoch;
     uint64_t read_through;          // as in RankContext
@@ -110,7 +120,11 @@ class Group {
   std::optional<std::string> assign_epochs(Started* started);
   void share_operands(Started* started) const;
   Completion carry_out(int seat, const std::shared_ptr<Started>& started);
+  Beginning begin_part(int seat, const Started& started);
   bool run_part(int seat, const Started& started);
+  RankContext& context_of(int seat, const Started& started) {
+    return contexts_[ranks_[seat] * kNumChannels + started.parts[seat].channel];
+  }
   // Files records, poisons the group and fails what is pending.
   void report(const std::vector<ErrorRecord>& records);
   void file(const ErrorRecord& record);  // mutex held

@@ -60,9 +60,13 @@ bool StrandPool::idle(Strand* strand) {
   return !strand->active_;
 }
 
-void StrandPool::enqueue(Work work) {
+void StrandPool::put_back(Work work) {
   ready_.push_back(std::move(work));
   num_ready_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void StrandPool::enqueue(Work work) {
+  put_back(std::move(work));
   const int num_sleepers_needed = static_cast<int>(ready_.size()) - (lookout_ ? 1 : 0);
   if (num_sleepers_needed <= 0) return;
   if (idle_threads_ >= num_sleepers_needed) {
@@ -105,7 +109,7 @@ void StrandPool::run_thread() {
     Completion completion =
         work.strand != nullptr ? run_next_task(work.strand, &lock) : std::move(work.completion);
     lock.unlock();
-    completion();
+    if (completion != nullptr) completion();
     completion = nullptr;
     lock.lock();
     --busy_threads_;
@@ -122,6 +126,8 @@ Completion StrandPool::run_next_task(Strand* strand, std::unique_lock<std::mutex
   lock->lock();
   if (strand->tasks_.empty()) {
     strand->active_ = false;
+  } else if (completion == nullptr) {
+    put_back({strand, nullptr});
   } else {
     enqueue({strand, nullptr});
   }

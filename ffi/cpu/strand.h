@@ -15,7 +15,7 @@
 
 namespace jax_ep {
 
-using Completion = std::function<void()>;
+using Completion = std::function<void()>;  // or null
 using Task = std::function<Completion()>;
 
 class StrandPool;
@@ -51,7 +51,8 @@ class StrandPool {
   void submit(Strand* strand, Task task);
   bool idle(Strand* strand);
   void look_out(std::unique_lock<std::mutex>* lock);
-  void enqueue(Work work);  // mutex held
+  void enqueue(Work work);   // and sees to a thread for it; mutex held
+  void put_back(Work work);  // by a thread that looks for work next; mutex held
   Completion run_next_task(Strand* strand, std::unique_lock<std::mutex>* lock);
   void run_thread();
 

@@ -108,6 +108,12 @@ Operation dispatch(const CpuCall& call, const CpuBuffer& buffer,
     return operation;
   }
   const bool done = operands.half == Half::kDone;
+  if (!done) {
+    operation.send = [args](RankContext& context, const OpTag& tag, uint64_t epoch) {
+      context.waited_ns.clear();
+      return run_dispatch_start(context, args, tag, epoch);
+    };
+  }
   operation.run = [args = args, done, stats = stats_of(operands)](
                       RankContext& context, const OpTag& tag, uint64_t epoch) mutable {
     context.waited_ns.assign(stats ? context.window.num_ranks : 0, 0);
@@ -116,7 +122,7 @@ Operation dispatch(const CpuCall& call, const CpuBuffer& buffer,
       context.experts.resize(args.num_tokens * topk);
       args.clean_topk_idx = context.experts.data();
     }
-    const auto run = done ? run_dispatch_done : run_dispatch;
+    const auto run = done ? run_dispatch_done : run_dispatch_receive;
     if (!run(context, args, tag, epoch)) return false;
     if (stats) stats->add(context);
     return true;
@@ -138,9 +144,12 @@ Operation combine(const CpuCall& call, const CpuBuffer& buffer,
                          operands.row_type(),
                          buffer.options().hidden};
   Operation operation = make_half(call, operands, kCombineChannel, args);
-  const auto run = operands.half == Half::kStart  ? run_combine_start
-                   : operands.half == Half::kDone ? run_combine_done
-                                                  : run_combine;
+  if (operands.half == Half::kWhole) {
+    operation.send = [args](RankContext& context, const OpTag& tag, uint64_t epoch) {
+      return run_combine_start(context, args, tag, epoch);
+    };
+  }
+  const auto run = operands.half == Half::kStart ? run_combine_start : run_combine_done;
   operation.run = [args, run](RankContext& context, const OpTag& tag, uint64_t epoch) {
     return run(context, args, tag, epoch);
   };

@@ -113,16 +113,14 @@ class Presenter {
     if (key.op == OpKind::kDispatch) {
       parts.dispatch = std::make_unique<DispatchPart>(world_, round, rank_);
       lend(*parts.dispatch, &operation);
-      operation.run = [args = parts.dispatch->args()](auto& context, auto& tag, uint64_t epoch) {
-        return run_dispatch(context, args, tag, epoch);
-      };
+      carry_out_by(parts.dispatch->args(), key,
+                   {run_dispatch, run_dispatch_start, run_dispatch_receive}, &operation);
     } else if (key.op == OpKind::kCombine) {
       parts.combine = std::make_unique<CombinePart>(world_, round, rank_, handle_idx(key.round),
                                                     handle_rows(key.round));
       lend(*parts.combine, &operation);
-      operation.run = [args = parts.combine->args()](auto& context, auto& tag, uint64_t epoch) {
-        return run_combine(context, args, tag, epoch);
-      };
+      carry_out_by(parts.combine->args(), key, {run_combine, run_combine_start, run_combine_done},
+                   &operation);
     } else {
       parts.grad = std::make_unique<GradPart>(world_, round, rank_, handle_idx(key.round),
                                               handle_rows(key.round));
@@ -136,6 +134,26 @@ class Presenter {
     const auto run_id = static_cast<int64_t>(order_ == Order::kLoop ? 7 : key.round);
     ++outstanding_;
     group_.present(rank_, {run_id, op}, std::move(operation));
+  }
+
+  template <class Args>
+  using Run = bool (*)(RankContext&, const Args&, const OpTag&, uint64_t);
+  template <class Args>
+  struct Runs {
+    Run<Args> whole, send, rest;
+  };
+  // In one task or, of one epoch, in two, which the ranks choose each for itself.
+  template <class Args>
+  void carry_out_by(const Args& args, const Key& key, const Runs<Args>& runs,
+                    Operation* operation) const {
+    const auto bind = [&args](Run<Args> run) -> Operation::Part {
+      return [args, run](RankContext& context, const OpTag& tag, uint64_t epoch) {
+        return run(context, args, tag, epoch);
+      };
+    };
+    const bool in_two = operation->num_epochs == 1 && (key.round + rank_) % 3 != 0;
+    if (in_two) operation->send = bind(runs.send);
+    operation->run = bind(in_two ? runs.rest : runs.whole);
   }
 
   template <class Part>
