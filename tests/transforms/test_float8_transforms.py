@@ -223,7 +223,8 @@ def test_bad_arguments(backend, mode, name):
 def test_a_backend_that_cannot_says_so(mode, monkeypatch):
     """Modules without the targets, as that for GPUs, refuse while JAX traces."""
     with make_buffer(mode, "native") as buffer:
-        monkeypatch.setattr(buffer, "_native", types.SimpleNamespace(registrations=dict))
+        fake = types.SimpleNamespace(__name__="a module without them", registrations=dict)
+        monkeypatch.setattr(buffer, "_native", fake)
         try:
             with pytest.raises(jax_ep.EpUsageError, match=r"not offered.*backend='reference'"):
                 trace(buffer, mode, **QUANTIZE)
