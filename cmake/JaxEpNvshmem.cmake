@@ -54,7 +54,7 @@ add_library(jax_ep_nvshmem STATIC
   ffi/cuda/dispatch.cu
   ffi/cuda/ll_absent.cc
   ffi/cuda/notify.cu
-  ffi/cuda/nvshmem_world.cu
+  ffi/transport/cuda_nvshmem.cu
   $<TARGET_OBJECTS:jax_ep_cuda_host>)
 set_target_properties(jax_ep_nvshmem PROPERTIES CUDA_SEPARABLE_COMPILATION ON)
 target_compile_definitions(jax_ep_nvshmem PRIVATE JAX_EP_NVSHMEM)

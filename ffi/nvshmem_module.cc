@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/nvshmem_world.h"
 #include "cuda_shared_module.h"
+#include "transport/cuda_nvshmem.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -71,7 +71,8 @@ void join_world(int ordinal, std::vector<int> processes, int pe, const nb::bytes
 // Whether the buffer's window needs send regions, as far as this process sees.
 bool reserve_control(int64_t id, int ordinal, std::vector<int> pes, bool only_puts) {
   nb::gil_scoped_release release;
-  auto memory = std::make_shared<NvshmemMemory>(ordinal, std::move(pes), only_puts);
+  const int64_t bytes = CudaRank::symmetric_control_bytes(static_cast<int>(pes.size()));
+  auto memory = std::make_shared<NvshmemMemory>(ordinal, std::move(pes), only_puts, bytes);
   Reservations::instance().add(id, memory);
   return memory->needs_staging();
 }

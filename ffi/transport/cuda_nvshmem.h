@@ -31,9 +31,10 @@ void join_nvshmem(int ordinal, const NvshmemPlace& place, const std::string& uni
 // The memory of a buffer to be, of whose group this process has one rank.
 class NvshmemMemory : public SymmetricMemory {
  public:
-  // pes: of the ranks. only_puts: nobody is written to directly, whoever can be. Collective. Throws
-  // CudaError when the heap has no room for control blocks.
-  NvshmemMemory(int ordinal, std::vector<int> pes, bool only_puts);
+  // pes: of the ranks. only_puts: nobody is written to directly, whoever can be. control_bytes: of
+  // the control block and what lasts beside it. Collective. Throws CudaError when the heap has no
+  // room for control blocks.
+  NvshmemMemory(int ordinal, std::vector<int> pes, bool only_puts, int64_t control_bytes);
   ~NvshmemMemory() override { give_back(); }
 
   // Whether there are ranks that only puts reach.

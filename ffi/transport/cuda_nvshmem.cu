@@ -8,10 +8,9 @@
 #include <optional>
 #include <sstream>
 
-#include "cuda/cuda_rank.h"
-#include "cuda/launch.h"
-#include "cuda/nvshmem_world.h"
+#include "layout/window_layout.h"
 #include "transport/cuda_memory.h"
+#include "transport/cuda_nvshmem.h"
 
 namespace jax_ep::gpu {
 
@@ -95,6 +94,12 @@ CudaError no_room(int64_t bytes, const std::string& purpose) {
                    "XLA_PYTHON_CLIENT_MEM_FRACTION");
 }
 
+// One loaded later, while a peer spins, could wait for that peer.
+void load_kernel(const void* kernel) {
+  cudaFuncAttributes attributes;
+  require_ok(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+}
+
 char* allocate(int64_t bytes, const std::string& purpose) {
   void* memory = nvshmem_align(static_cast<size_t>(kBufferAlignment), static_cast<size_t>(bytes));
   if (memory == nullptr) throw no_room(bytes, purpose);
@@ -147,16 +152,17 @@ void join_nvshmem(int ordinal, const NvshmemPlace& place, const std::string& uni
     start_as(place, unique_id);
     require_fit(place);
   }
-  require_ok(prepare_kernel(reinterpret_cast<const void*>(store_kernel)), "loading a kernel");
-  require_ok(prepare_kernel(reinterpret_cast<const void*>(settle_kernel)), "loading a kernel");
+  load_kernel(reinterpret_cast<const void*>(store_kernel));
+  load_kernel(reinterpret_cast<const void*>(settle_kernel));
   world.place = place;
 }
 
-NvshmemMemory::NvshmemMemory(int ordinal, std::vector<int> pes, bool only_puts)
+NvshmemMemory::NvshmemMemory(int ordinal, std::vector<int> pes, bool only_puts,
+                             int64_t control_bytes)
     : ordinal_(ordinal),
       pes_(std::move(pes)),
       only_puts_(only_puts),
-      control_bytes_(CudaRank::symmetric_control_bytes(static_cast<int>(pes_.size()))) {
+      control_bytes_(control_bytes) {
   const DeviceGuard guard(ordinal_);
   control_ = allocate(control_bytes_, "a control block");
 }
