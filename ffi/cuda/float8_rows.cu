@@ -1,15 +1,14 @@
 #include <algorithm>
 
+#include "cuda/float8.cuh"
 #include "cuda/float8_rows.h"
 #include "cuda/launch.h"
-#include "cuda/ll_wire.cuh"
 #include "cuda/vectors.cuh"
 
 namespace jax_ep::gpu {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kThreadsPerScale = kScaleGroup / kQuantizedUnit;  // each has a column of 16 channels
 
 template <RowType kType>
 struct Column {
@@ -33,19 +32,20 @@ struct Column {
   }
 };
 
-__device__ void store_column(const PackParams& p, char* row, int column, const uint32_t (&words)[4],
-                             float scale) {
+__device__ void store_column(const PackParams& p, char* row, int column,
+                             const QuantizedColumn& packed) {
   const int64_t at = int64_t{column} * kQuantizedUnit;
   if (at + kQuantizedUnit <= p.hidden) {
-    *reinterpret_cast<uint4*>(row + at) = make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(row + at) = packed.data;
   } else {
+    const uint32_t words[4] = {packed.data.x, packed.data.y, packed.data.z, packed.data.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (at + 4 * i < p.hidden) *reinterpret_cast<uint32_t*>(row + at + 4 * i) = words[i];
     }
   }
   if (column % kThreadsPerScale == 0 && at < p.hidden) {
-    reinterpret_cast<float*>(row + p.hidden)[column / kThreadsPerScale] = scale;
+    reinterpret_cast<float*>(row + p.hidden)[column / kThreadsPerScale] = packed.scale;
   }
 }
 
@@ -61,23 +61,9 @@ __global__ void __launch_bounds__(kThreads) pack_rows_kernel(const PackParams p)
     const int column = static_cast<int>(i - token * columns);
     float x[kQuantizedUnit] = {};
     if (i < total) Column<kType>::load(p, token, column, x);
-    float amax = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kQuantizedUnit; ++j) amax = fmaxf(amax, fabsf(x[j]));
-#pragma unroll
-    for (int distance = kThreadsPerScale / 2; distance >= 1; distance /= 2) {
-      amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, distance));
-    }
-    const GroupScale scale = group_scale(amax, p.power_of_two_scales);
-    uint32_t words[4];
-#pragma unroll
-    for (int j = 0; j < kQuantizedUnit; ++j) x[j] = __fmul_rn(x[j], scale.inverse);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      words[j] = encode_four(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
-    }
+    const QuantizedColumn packed = quantize_column(x, p.power_of_two_scales);
     if (i < total) {
-      store_column(p, p.packed + token * packed_row_bytes(p.hidden), column, words, scale.scale);
+      store_column(p, p.packed + token * packed_row_bytes(p.hidden), column, packed);
     }
   }
 }

@@ -8,12 +8,10 @@
 //   void store(p, row, column, output)
 #pragma once
 
-#include <cuda_fp8.h>
-
+#include "cuda/float8.cuh"
 #include "cuda/ll_dispatch.h"
 #include "cuda/ll_payload.cuh"
 #include "cuda/vectors.cuh"
-#include "protocol/quantize.h"
 
 namespace jax_ep::gpu {
 
@@ -53,32 +51,12 @@ struct PlainWire {
   }
 };
 
-__device__ inline uint32_t encode_four(float a, float b, float c, float d) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
-  const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
-  return low | high << 16;
-#else
-  return static_cast<uint32_t>(encode_e4m3(a)) | static_cast<uint32_t>(encode_e4m3(b)) << 8 |
-         static_cast<uint32_t>(encode_e4m3(c)) << 16 | static_cast<uint32_t>(encode_e4m3(d)) << 24;
-#endif
-}
-__device__ inline float decode_one(uint32_t word, int byte) {
-  const auto code = static_cast<uint8_t>(word >> (8 * byte));
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
-#else
-  return decode_e4m3(code);
-#endif
-}
-
 // float8 rows of H bytes, 16 channels a column, then a scale for every 8 columns, which the first
 // of the 8 threads moves.
 template <RowType kType>
 struct QuantizedWire {
   using Vector = RowVector<kType>;
   static constexpr int kVectors = kQuantizedUnit / Vector::kElements;  // of x in a column
-  static constexpr int kThreadsPerScale = kScaleGroup / kQuantizedUnit;
   static_assert(kThreadsPerScale == kColumnGroup);
 
   struct Loaded {
@@ -119,20 +97,8 @@ struct QuantizedWire {
   __device__ static Column encode(const LlDispatchParams& p, const Loaded& loaded) {
     float x[kQuantizedUnit];
     unpack(loaded.v, x);
-    float amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kQuantizedUnit; ++i) amax = fmaxf(amax, fabsf(x[i]));
-#pragma unroll
-    for (int distance = kThreadsPerScale / 2; distance >= 1; distance /= 2) {
-      amax = fmaxf(amax, __shfl_xor_sync(kFullWarp, amax, distance));
-    }
-    const GroupScale scale = group_scale(amax, p.power_of_two_scales);
-#pragma unroll
-    for (int i = 0; i < kQuantizedUnit; ++i) x[i] = __fmul_rn(x[i], scale.inverse);
-    const uint4 data =
-        make_uint4(encode_four(x[0], x[1], x[2], x[3]), encode_four(x[4], x[5], x[6], x[7]),
-                   encode_four(x[8], x[9], x[10], x[11]), encode_four(x[12], x[13], x[14], x[15]));
-    return {without_sentinel(data), without_sentinel(__float_as_uint(scale.scale))};
+    const QuantizedColumn column = quantize_column(x, p.power_of_two_scales);
+    return {without_sentinel(column.data), without_sentinel(__float_as_uint(column.scale))};
   }
 
   __device__ static char* scale_at(const LlDispatchParams& p, char* slot, int column) {
