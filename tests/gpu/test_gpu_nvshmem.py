@@ -15,6 +15,7 @@ import cases
 import launch
 import scenarios
 import test_cases_agree
+import test_gpu_processes
 import test_modes_agree
 
 WAYS = {"puts": {"JAX_EP_FORCE_REMOTE": "1"}, "direct": {"JAX_EP_TRANSPORT": "nvshmem"}}
@@ -62,14 +63,7 @@ def test_a_thousand_epochs_of_changing_sizes(tmp_path, crew, seed):
 
 
 def test_an_absent_rank_is_told_in_both_processes_and_mended_by_a_reset(tmp_path, crew):
-    first, last = crew.run(tmp_path, "absent_rank")
-    assert first["run"]["type"] == "EpTimeoutError"
-    assert first["run"]["peer"] == 1
-    assert first["run"]["seconds"] < 5
-    for result in (first, last):
-        assert "EpTimeoutError" in result["told"]["text"], "a poisoned buffer says so"
-        assert result["healthy"]
-    assert "rank 0" in last["told"]["text"]
+    test_gpu_processes.assert_absent_rank_is_told_and_mended(tmp_path, crew)
 
 
 def test_windows_of_closed_buffers_are_used_again(tmp_path, crew):
