@@ -4,7 +4,7 @@
 namespace jax_ep::gpu {
 namespace {
 
-template <class Transport, RowType kType>
+template <class Transport, RowType kType, int kUnits>
 __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
     ll_combine_kernel(const __grid_constant__ LlCombineParams p) {
   extern __shared__ __align__(128) char shared[];
@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   const LlOpening opening = LlOpening::read(p.op, p.turn);
   const LlContext ctx{{p.op, state, counters.epoch(p.turn)}, verdict};
   ctx.clear();
-  LlCombine<Transport, kType> work(ctx, p, shared, item);
+  LlCombine<Transport, kType, kUnits> work(ctx, p, shared, item);
   work.prepare();
   const bool begun = begin_ll(ctx, p.turn, counters, opening);
   if (begun) work.run();
@@ -27,15 +27,21 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
 
 using Kernel = void (*)(LlCombineParams);
 
+template <class Transport, RowType kType>
+Kernel kernel_of(int units) {
+  return units == 1 ? ll_combine_kernel<Transport, kType, 1>
+                    : ll_combine_kernel<Transport, kType, kLlMaxUnits>;
+}
+
 template <class Transport>
-Kernel kernel_of(RowType type) {
+Kernel kernel_of(RowType type, int units) {
   switch (type) {
     case RowType::kFloat32:
-      return ll_combine_kernel<Transport, RowType::kFloat32>;
+      return kernel_of<Transport, RowType::kFloat32>(units);
     case RowType::kBFloat16:
-      return ll_combine_kernel<Transport, RowType::kBFloat16>;
+      return kernel_of<Transport, RowType::kBFloat16>(units);
     case RowType::kFloat16:
-      return ll_combine_kernel<Transport, RowType::kFloat16>;
+      return kernel_of<Transport, RowType::kFloat16>(units);
   }
   return nullptr;
 }
@@ -51,24 +57,29 @@ LlCombinePlan plan_ll_combine(const WindowShape& shape, int num_tokens, int num_
   SharedLayout layout(limits.max_shared_bytes - kStaticBytes);
   plan.list_offset = layout.take(static_cast<int64_t>(sizeof(LlCombineRow)) * shape.num_ranks *
                                  shape.num_experts_per_tok);
-  plan.shared_bytes = layout.used();
-  plan.grid = plan_ll_grid(num_tokens, static_cast<int>(shape.row_bytes / 16),
-                           plan.shared_bytes + kStaticBytes, num_sms, limits);
+  plan.ring_offset = layout.used();
+  plan.grid =
+      plan_ll_grid(num_tokens, static_cast<int>(shape.row_bytes / 16), kLlMaxUnits,
+                   {plan.ring_offset + kStaticBytes, RowRing<1>::kBytesPerThread}, num_sms, limits);
+  plan.shared_bytes =
+      plan.ring_offset + int64_t{RowRing<1>::kBytesPerThread} * plan.grid.units * plan.grid.threads;
   return plan;
 }
 
 cudaError_t prepare_ll_combine() {
   for (const RowType type : {RowType::kFloat32, RowType::kBFloat16, RowType::kFloat16}) {
-    const cudaError_t error =
-        prepare_kernel(reinterpret_cast<const void*>(kernel_of<PeerTransport>(type)));
-    if (error != cudaSuccess) return error;
+    for (int units = 1; units <= kLlMaxUnits; ++units) {
+      const Kernel kernel = kernel_of<PeerTransport>(type, units);
+      const cudaError_t error = prepare_kernel(reinterpret_cast<const void*>(kernel));
+      if (error != cudaSuccess) return error;
+    }
   }
   return cudaSuccess;
 }
 
 cudaError_t launch_ll_combine(const LlCombineParams& params, cudaStream_t stream) {
   const LlGrid& grid = params.plan.grid;
-  const Kernel kernel = kernel_of<PeerTransport>(params.row_type);
+  const Kernel kernel = kernel_of<PeerTransport>(params.row_type, grid.units);
   kernel<<<grid.num_blocks, grid.threads, static_cast<size_t>(params.plan.shared_bytes), stream>>>(
       params);
   return cudaGetLastError();

@@ -15,7 +15,8 @@ struct LlCombinePlan {
   LlGrid grid;
   LlDivisor by_experts_per_tok;
   LlDivisor by_experts_per_rank;
-  int64_t list_offset;
+  int64_t list_offset;  // of the rows of an item
+  int64_t ring_offset;  // of the rows that are on their way
   int64_t shared_bytes;
 };
 

@@ -6,6 +6,7 @@
 #include "cuda/ll_combine.h"
 #include "cuda/ll_payload.cuh"
 #include "cuda/messages.cuh"
+#include "cuda/row_ring.cuh"
 #include "cuda/vectors.cuh"
 
 namespace jax_ep::gpu {
@@ -14,6 +15,7 @@ namespace jax_ep::gpu {
 struct LlCombineRow {
   int32_t row;
   int32_t source;
+  float weight;
 };
 
 // What a block knows of its item, in shared memory; the rows lie behind it, by source, beginning
@@ -25,7 +27,7 @@ struct LlCombineItem {
   uint32_t present[2];  // sources with rows in the list, a bit each
 };
 
-template <class Transport, RowType kType>
+template <class Transport, RowType kType, int kUnits>
 class LlCombine {
  public:
   __device__ LlCombine(const LlContext& ctx, const LlCombineParams& p, char* shared,
@@ -35,14 +37,14 @@ class LlCombine {
         block_(block),
         num_experts_per_tok_(p.op.layout.shape.num_experts_per_tok),
         num_items_(p.plan.grid.num_items(p.op.num_tokens)),
-        list_(reinterpret_cast<LlCombineRow*>(shared + p.plan.list_offset)) {}
+        list_(reinterpret_cast<LlCombineRow*>(shared + p.plan.list_offset)),
+        ring_(shared + p.plan.ring_offset) {}
 
   // All threads, before the operation begins: the first item's rows, which depend on neither epoch
   // nor peers. A block barrier must follow.
   __device__ void prepare() {
     if (first_item() >= num_items_) return;
-    take(p_.turn.send ? first_item() : last_item());
-    list_rows();
+    take(p_.turn.send ? first_item() : last_item(), p_.turn.send);
   }
 
   // All threads, once the operation has begun: sends all items of the block, then receives them,
@@ -65,25 +67,18 @@ class LlCombine {
       }
       item += sending ? step : -step;
       if (idle || item < 0) return;
-      take(item);
       __syncthreads();  // everybody has used the last item's rows
-      list_rows();
+      take(item, sending);
       __syncthreads();
     }
   }
 
  private:
   using Vector = RowVector<kType>;
-  static constexpr int kAtOnce = 4;  // rows of ours in flight
-
   __device__ int first_item() const { return static_cast<int>(blockIdx.x); }
   __device__ int last_item() const {
     const int step = static_cast<int>(gridDim.x);
     return first_item() + (num_items_ - 1 - first_item()) / step * step;
-  }
-  __device__ const uint4* y_column(int row) const {
-    const char* at = p_.y + int64_t{row} * p_.op.layout.shape.row_bytes;
-    return reinterpret_cast<const uint4*>(at) + item_.column;
   }
   __device__ float weight_of(int row) const {
     return p_.row_weights != nullptr ? p_.row_weights[row] : 1.0f;
@@ -93,9 +88,8 @@ class LlCombine {
     const int row = p_.recv_rows[message * num_experts_per_tok_ + k];
     return row >= 0 && row < p_.capacity ? row : -1;
   }
-  __device__ char* own_row(int peer) const {
-    return ctx_.own_window(p_.op.layout.combine_row(parity_of(ctx_.epoch), peer, item_.token)) +
-           int64_t{item_.column} * 16;
+  __device__ int64_t slot_offset(int peer) const {
+    return p_.op.layout.combine_row(parity_of(ctx_.epoch), peer, item_.token);
   }
   __device__ int64_t flag_offset_of(int peer) const {
     return p_.op.layout.combine_flag(parity_of(ctx_.epoch), peer, item_.token);
@@ -107,13 +101,47 @@ class LlCombine {
     return p_.op.layout.combine_scalars(parity_of(ctx_.epoch), peer, item_.token);
   }
 
+  // Of this thread's columns, in float32.
+  struct Sums {
+    float of[kUnits][Vector::kElements];
+
+    __device__ void add(const LlColumns<kUnits>& columns, float weight) {
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) Vector::add_weighted(of[u], columns.v[u], weight);
+    }
+    __device__ LlColumns<kUnits> rounded() const {
+      LlColumns<kUnits> columns;
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) columns.v[u] = Vector::pack(of[u]);
+      return columns;
+    }
+  };
+
   // ---- The item, and its rows.
 
-  __device__ void take(int item) { item_ = LlItem::of(p_.plan.grid, item); }
-  // Two warps; a block barrier must follow.
-  __device__ void list_rows() {
+  __device__ auto address_of_row() const {
+    return [this](int i) { return p_.y + list_[i].row * p_.op.layout.shape.row_bytes; };
+  }
+  // The next row to be taken is row i of the list.
+  __device__ void add_row(int i, Sums& sums) {
+    sums.add(ring_.take(item_, address_of_row()), list_[i].weight);
+  }
+
+  // All threads: lists the item's rows and asks for them: those to be sent, those that stay here,
+  // or both where the item is received next. A block barrier must follow.
+  __device__ void take(int item, bool sends) {
+    item_ = LlItem::of(p_.plan.grid, item);
     if (warp_id() == 0) list_rows_of_token();
     if (warp_id() == 1) name_ranks();
+    __syncthreads();
+    const bool receives = p_.turn.receive && (!sends || item == last_item());
+    const int first = sends ? 0 : block_.num_remote_rows;
+    const int end = receives ? block_.num_rows : block_.num_remote_rows;
+    ring_.begin(item_, first, end, address_of_row());
+#pragma unroll 1
+    for (int i = first + static_cast<int>(threadIdx.x); i < end; i += blockDim.x) {
+      list_[i].weight = weight_of(list_[i].row);
+    }
   }
 
   __device__ void list_rows_of_token() {
@@ -128,7 +156,7 @@ class LlCombine {
       const int turn = p_.plan.by_experts_per_tok.quotient(entry);
       int source = ctx_.rank() + 1 + turn;
       if (source >= ctx_.num_ranks()) source -= ctx_.num_ranks();
-      LlCombineRow found{-1, source};
+      LlCombineRow found{-1, source, 0.0f};
       if (entry < entries) found.row = row_at(source, entry - turn * num_experts_per_tok_);
       const unsigned all = __ballot_sync(kFullWarp, found.row >= 0);
       remote_count += __popc(__ballot_sync(kFullWarp, found.row >= 0 && entry < remote));
@@ -171,10 +199,10 @@ class LlCombine {
 
   // ---- Sending.
 
-  __device__ void send() const {
+  __device__ void send() {
     if (item_.first_part && warp_id() == 0) send_flags();
     if (item_.first_part && warp_id() == 1 && p_.row_scalars != nullptr) send_scalars();
-    if (item_.has_column) send_column();
+    if (item_.has(0)) send_columns();
   }
 
   // One warp: of the sums that do not come.
@@ -201,107 +229,70 @@ class LlCombine {
     }
   }
 
-  __device__ void send_column() const {
+  __device__ void send_columns() {
     const int end = block_.num_remote_rows;
-    const int64_t offset = own_row(ctx_.rank()) - ctx_.own_window(0);
-    float sum[Vector::kElements] = {};
+    Sums sums = {};
 #pragma unroll 1
-    for (int first = 0; first < end; first += kAtOnce) {
-      uint4 v[kAtOnce];
-      float weight[kAtOnce];
-      load_rows(first, end, v, weight);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i >= end) break;
-        Vector::add_weighted(sum, v[i], weight[i]);
-        const int source = list_[first + i].source;
-        if (first + i + 1 < end && list_[first + i + 1].source == source) continue;
-        store_words(Transport::window(ctx_, source, offset), without_sentinel(Vector::pack(sum)));
-#pragma unroll
-        for (int e = 0; e < Vector::kElements; ++e) sum[e] = 0.0f;
-      }
-    }
-  }
-
-  __device__ void load_rows(int first, int end, uint4 (&v)[kAtOnce],
-                            float (&weight)[kAtOnce]) const {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (first + i >= end) break;
-      const int row = list_[first + i].row;
-      v[i] = load_constant(y_column(row));
-      weight[i] = weight_of(row);
+    for (int i = 0; i < end; ++i) {
+      add_row(i, sums);
+      const int source = list_[i].source;
+      if (i + 1 < end && list_[i + 1].source == source) continue;
+      store_columns(Transport::window(ctx_, source, slot_offset(ctx_.rank())), item_,
+                    without_sentinel(sums.rounded()));
+      sums = {};
     }
   }
 
   // ---- Receiving.
 
-  __device__ void receive() const {
+  __device__ void receive() {
     if (p_.scalars != nullptr && item_.first_part && warp_id() == 0) receive_scalars();
     __syncwarp();
-    if (item_.has_column) receive_column();
+    if (item_.has(0)) receive_columns();
   }
 
-  __device__ void receive_column() const {
-    const int own_begin = block_.num_remote_rows;
-    const int own_end = block_.num_rows;
-    // Our own rows are loaded while the others' sums are on their way, and of these the next one
-    // is looked at before this one is waited for.
-    uint4 own[kAtOnce];
-    float weight[kAtOnce];
-    load_rows(own_begin, own_end, own, weight);
-    float sum[Vector::kElements] = {};
+  // In the order of ranks, our own rows at our place, unrounded.
+  __device__ void receive_columns() {
+    Sums sums = {};
     uint64_t left = read_mask(block_.named) | uint64_t{1} << ctx_.rank();
-    uint4 next = look(left);
+    // The next sum is looked at before this one is waited for.
+    LlColumns<kUnits> next = look(left);
 #pragma unroll 1
     while (left != 0) {
       const int peer = __ffsll(static_cast<long long>(left)) - 1;
       left &= left - 1;
-      uint4 v = next;
+      LlColumns<kUnits> columns = next;
       if (left != 0) next = look(left);
       if (peer == ctx_.rank()) {
-        add_own(own_begin, own_end, own, weight, sum);
-      } else if (wait_for_sum(peer, &v)) {
-        Vector::add_weighted(sum, v, 1.0f);
-      }
-    }
-    auto* to = reinterpret_cast<uint4*>(p_.out + item_.token * p_.op.layout.shape.row_bytes);
-    store_streaming(to + item_.column, Vector::pack(sum));
-  }
-
-  // The words of the first of `ranks`, whether they have come or not.
-  __device__ uint4 look(uint64_t ranks) const {
-    const int peer = __ffsll(static_cast<long long>(ranks)) - 1;
-    return peer == ctx_.rank() ? make_uint4(0, 0, 0, 0) : load_words(own_row(peer));
-  }
-
-  // Our own rows at our place among the ranks, unrounded.
-  __device__ void add_own(int begin, int end, uint4 (&own)[kAtOnce], float (&weight)[kAtOnce],
-                          float (&sum)[Vector::kElements]) const {
 #pragma unroll 1
-    while (true) {
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (begin + i < end) Vector::add_weighted(sum, own[i], weight[i]);
+        for (int i = block_.num_remote_rows; i < block_.num_rows; ++i) add_row(i, sums);
+      } else if (wait_for_sum(peer, &columns)) {
+        sums.add(columns, 1.0f);
       }
-      begin += kAtOnce;
-      if (begin >= end) return;
-      load_rows(begin, end, own, weight);
     }
+    char* out = p_.out + item_.token * p_.op.layout.shape.row_bytes;
+    stream_columns(out, item_, sums.rounded());
+  }
+
+  // What the first of `ranks` sends, whether it has come or not.
+  __device__ LlColumns<kUnits> look(uint64_t ranks) const {
+    const int peer = __ffsll(static_cast<long long>(ranks)) - 1;
+    if (peer == ctx_.rank()) return {};
+    return look_at_columns<kUnits>(ctx_.own_window(slot_offset(peer)), item_);
   }
 
   // False when the peer sends none, because it has dropped all rows of the token, or when the
   // operation is aborted. Puts the sentinels back.
-  __device__ bool wait_for_sum(int peer, uint4* v) const {
-    char* at = own_row(peer);
+  __device__ bool wait_for_sum(int peer, LlColumns<kUnits>* columns) const {
+    char* slot = ctx_.own_window(slot_offset(peer));
     LlWait bound;
-    while (!has_arrived(*v)) {
+    while (!has_arrived(*columns)) {
       const uint32_t seen = load_relaxed<kSystemScope>(flag_of(peer));
-      *v = load_words(at);
+      *columns = look_at_columns<kUnits>(slot, item_);
       if (read_arrival(seen, ctx_.epoch) == Arrival::kAbsent) return false;
-      if (bound.over(ctx_, WaitFor::kRow, peer, v->x)) return false;
+      if (bound.over(ctx_, WaitFor::kRow, peer, columns->v[0].x)) return false;
     }
-    restore_sentinels(at);
+    restore_sentinels<kUnits>(slot, item_);
     return true;
   }
 
@@ -342,6 +333,7 @@ class LlCombine {
   const int num_items_;
   LlCombineRow* const list_;
   LlItem item_;
+  RowRing<kUnits> ring_;
 };
 
 // All threads of one block: what the outputs of an aborted operation hold.

@@ -41,8 +41,10 @@ Kernel kernel_of(bool padded) {
   return ll_dispatch_kernel<PeerTransport, Wire, CompactPlaces>;
 }
 
-Kernel kernel_of(LlOutput output, RowType type, bool padded) {
-  if (output == LlOutput::kRows) return kernel_of<PlainWire>(padded);
+Kernel kernel_of(LlOutput output, RowType type, bool padded, int units) {
+  if (output == LlOutput::kRows) {
+    return units == 1 ? kernel_of<PlainWire<1>>(padded) : kernel_of<PlainWire<kLlMaxUnits>>(padded);
+  }
   switch (type) {
     case RowType::kFloat32:
       return kernel_of<QuantizedWire<RowType::kFloat32>>(padded);
@@ -74,8 +76,9 @@ LlDispatchPlan plan_ll_dispatch(const WindowShape& shape, int num_tokens, LlOutp
       output == LlOutput::kRows
           ? shape.row_bytes / 16
           : align_up(shape.row_bytes / row_type_bytes(row_type), kQuantizedUnit) / kQuantizedUnit;
-  plan.grid = plan_ll_grid(num_tokens, static_cast<int>(columns), plan.shared_bytes + kStaticBytes,
-                           num_sms, limits);
+  const int most_units = output == LlOutput::kRows ? kLlMaxUnits : 1;
+  plan.grid = plan_ll_grid(num_tokens, static_cast<int>(columns), most_units,
+                           {plan.shared_bytes + kStaticBytes, 0}, num_sms, limits);
   return plan;
 }
 
@@ -83,9 +86,11 @@ cudaError_t prepare_ll_dispatch() {
   for (const RowType type : {RowType::kFloat32, RowType::kBFloat16, RowType::kFloat16}) {
     for (const LlOutput output : {LlOutput::kRows, LlOutput::kValues}) {
       for (const bool padded : {false, true}) {
-        const Kernel kernel = kernel_of(output, type, padded);
-        const cudaError_t error = prepare_kernel(reinterpret_cast<const void*>(kernel));
-        if (error != cudaSuccess) return error;
+        for (int units = 1; units <= kLlMaxUnits; ++units) {
+          const Kernel kernel = kernel_of(output, type, padded, units);
+          const cudaError_t error = prepare_kernel(reinterpret_cast<const void*>(kernel));
+          if (error != cudaSuccess) return error;
+        }
       }
     }
   }
@@ -94,7 +99,7 @@ cudaError_t prepare_ll_dispatch() {
 
 cudaError_t launch_ll_dispatch(const LlDispatchParams& params, cudaStream_t stream) {
   const LlGrid& grid = params.plan.grid;
-  const Kernel kernel = kernel_of(params.output, params.row_type, params.padded);
+  const Kernel kernel = kernel_of(params.output, params.row_type, params.padded, grid.units);
   kernel<<<grid.num_blocks, grid.threads, static_cast<size_t>(params.plan.shared_bytes), stream>>>(
       params);
   return cudaGetLastError();

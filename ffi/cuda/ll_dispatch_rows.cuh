@@ -64,8 +64,8 @@ class LlDispatch {
   __device__ void take(int item) { item_ = LlItem::of(p_.plan.grid, item); }
 
   __device__ void load() {
-    const bool active = !idle() && item_.has_column;
-    loaded_ = active ? Wire::load(p_, item_.token, item_.column) : Wire::nothing();
+    if (idle()) item_.left = 0;
+    loaded_ = Wire::load(p_, item_);
   }
   // Lane k of the first warp: entry k of the item's token.
   __device__ void load_entries() {
@@ -99,7 +99,7 @@ class LlDispatch {
       value_ = Wire::encode(p_, loaded_);
       if (warp_id() == 0) send_records();
       __syncthreads();
-      if (item_.has_column) send_column();
+      if (item_.has(0)) send_column();
     }
     return true;
   }
@@ -141,7 +141,7 @@ class LlDispatch {
 #pragma unroll 1
     while (now != 0) {
       const int rank = __ffsll(static_cast<long long>(now)) - 1;
-      Wire::send(p_, Transport::window(ctx_, rank, offset), item_.column, value_);
+      Wire::send(p_, Transport::window(ctx_, rank, offset), item_, value_);
       now &= now - 1;
       if (now == 0) {
         now = later;
@@ -173,7 +173,7 @@ class LlDispatch {
       held = false;
       // Asked for before our own rows are written, which takes as long as the answers' way.
       const ulonglong2 record = look_at_record();
-      typename Wire::Column first = look(others());
+      typename Wire::Columns first = look(others());
       expand(ctx_.rank(), Wire::decode(p_, value_));
       if (ctx_.num_ranks() > 1) {
         find_rows(block_.senders[set], record);
@@ -246,11 +246,11 @@ class LlDispatch {
 
   // All threads: the rows of one source's token get this thread's column.
   __device__ void expand(int source, const typename Wire::Output& output) const {
-    if (!item_.has_column) return;
+    if (!item_.has(0)) return;
 #pragma unroll 1
     for (int k = 0; k < num_experts_per_tok_; ++k) {
       const int row = rows_[source * num_experts_per_tok_ + k];
-      if (row >= 0) Wire::store(p_, row, item_.column, output);
+      if (row >= 0) Wire::store(p_, row, item_, output);
     }
   }
 
@@ -261,7 +261,7 @@ class LlDispatch {
 
   // All threads. The next source is looked at before this one is waited for, or each would cost a
   // round trip. `next`: what the first of others() sends.
-  __device__ void receive_columns(uint64_t senders, typename Wire::Column next) const {
+  __device__ void receive_columns(uint64_t senders, typename Wire::Columns next) const {
     if (__ffsll(static_cast<long long>(senders)) != __ffsll(static_cast<long long>(others()))) {
       next = look(senders);
     }
@@ -269,20 +269,18 @@ class LlDispatch {
     while (senders != 0) {
       const int source = __ffsll(static_cast<long long>(senders)) - 1;
       senders &= senders - 1;
-      typename Wire::Column value = next;
+      typename Wire::Columns value = next;
       if (senders != 0) next = look(senders);
-      if (item_.has_column) {
-        Wire::wait(ctx_, p_, slot(source), item_.column, source, &value);
-      }
+      if (item_.has(0)) Wire::wait(ctx_, p_, slot(source), item_, source, &value);
       __syncwarp();
       expand(source, Wire::decode(p_, value));
     }
   }
   // At what the first of `sources` sends, whether it has come or not.
-  __device__ typename Wire::Column look(uint64_t sources) const {
-    if (!item_.has_column || sources == 0) return {};
+  __device__ typename Wire::Columns look(uint64_t sources) const {
+    if (!item_.has(0) || sources == 0) return {};
     const int source = __ffsll(static_cast<long long>(sources)) - 1;
-    return Wire::look(p_, slot(source), item_.column);
+    return Wire::look(p_, slot(source), item_);
   }
   __device__ char* slot(int source) const {
     return ctx_.own_window(
@@ -299,7 +297,7 @@ class LlDispatch {
   Places places_;
   LlItem item_;
   typename Wire::Loaded loaded_;
-  typename Wire::Column value_;
+  typename Wire::Columns value_;
   int expert_ = -1;
   float weight_ = 0.0f;
   uint32_t own_route_ = kNoRoute;

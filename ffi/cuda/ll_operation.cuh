@@ -95,20 +95,24 @@ __device__ __noinline__ inline void announce(const OpContext ctx, const LlVerdic
   }
 }
 
-// A token, and the part of its columns that a block moves, one to a thread.
+// A token, and the part of its columns that a block moves: those of a thread are a block's threads
+// apart.
 struct LlItem {
   int token;
-  int column;
+  int column;  // this thread's first
+  int left;    // columns of the part from there on
   bool first_part;
-  bool has_column;  // this thread has
 
   __device__ static LlItem of(const LlGrid& grid, int item) {
     const int token = item / grid.num_parts;
     const int part = item - token * grid.num_parts;
-    const int thread = static_cast<int>(threadIdx.x);
-    const int column = part * grid.part_columns + thread;
-    return {token, column, part == 0, thread < grid.part_columns && column < grid.num_columns};
+    const int begin = part * grid.part_columns;
+    const int end = min(begin + grid.part_columns, grid.num_columns);
+    const int column = begin + static_cast<int>(threadIdx.x);
+    return {token, column, end - column, part == 0};
   }
+  __device__ bool has(int unit) const { return left > unit * static_cast<int>(blockDim.x); }
+  __device__ int column_of(int unit) const { return column + unit * static_cast<int>(blockDim.x); }
 };
 
 // As this launch finds them.

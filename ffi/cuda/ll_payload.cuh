@@ -40,6 +40,86 @@ __device__ inline uint32_t wait_for_payload_word(const LlContext& ctx, const uin
   }
 }
 
+// ---- A thread's columns of a row, 16 bytes each.
+
+template <int kUnits>
+struct LlColumns {
+  uint4 v[kUnits];  // zeros where the thread has no column
+};
+
+// Of an input.
+template <int kUnits>
+__device__ inline LlColumns<kUnits> load_columns(const char* row, const LlItem& item) {
+  LlColumns<kUnits> columns = {};
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    if (!item.has(u)) continue;
+    columns.v[u] = load_constant(reinterpret_cast<const uint4*>(row) + item.column_of(u));
+  }
+  return columns;
+}
+// To an output.
+template <int kUnits>
+__device__ inline void stream_columns(char* row, const LlItem& item,
+                                      const LlColumns<kUnits>& columns) {
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    if (!item.has(u)) continue;
+    store_streaming(reinterpret_cast<uint4*>(row) + item.column_of(u), columns.v[u]);
+  }
+}
+
+template <int kUnits>
+__device__ inline LlColumns<kUnits> without_sentinel(LlColumns<kUnits> columns) {
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) columns.v[u] = without_sentinel(columns.v[u]);
+  return columns;
+}
+// To a slot of a peer.
+template <int kUnits>
+__device__ inline void store_columns(char* slot, const LlItem& item,
+                                     const LlColumns<kUnits>& columns) {
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    if (item.has(u)) store_words(slot + int64_t{item.column_of(u)} * 16, columns.v[u]);
+  }
+}
+// Of a slot here, whether they have come or not.
+template <int kUnits>
+__device__ inline LlColumns<kUnits> look_at_columns(const char* slot, const LlItem& item) {
+  LlColumns<kUnits> columns = {};
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    if (item.has(u)) columns.v[u] = load_words(slot + int64_t{item.column_of(u)} * 16);
+  }
+  return columns;
+}
+template <int kUnits>
+__device__ inline bool has_arrived(const LlColumns<kUnits>& columns) {
+  bool all = true;
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) all = all && has_arrived(columns.v[u]);
+  return all;
+}
+template <int kUnits>
+__device__ inline void wait_for_columns(const LlContext& ctx, const char* slot, const LlItem& item,
+                                        int peer, LlColumns<kUnits>* columns) {
+  LlWait bound;
+  while (!has_arrived(*columns)) {
+    if (bound.over(ctx, WaitFor::kRow, peer, columns->v[0].x)) return;
+    *columns = look_at_columns<kUnits>(slot, item);
+  }
+}
+template <int kUnits>
+__device__ inline void restore_sentinels(char* slot, const LlItem& item) {
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    if (item.has(u)) restore_sentinels(slot + int64_t{item.column_of(u)} * 16);
+  }
+}
+
+// ---- Records.
+
 // What the source of a token says of entry k: its route on this rank, or kNoRoute, and its weight.
 // Several blocks read it, so that it carries the epoch instead of being cleared.
 struct RouteRecord {

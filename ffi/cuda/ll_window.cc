@@ -20,25 +20,36 @@ int blocks_per_sm(int threads, int64_t shared_bytes, const DeviceLimits& limits)
       std::min<int64_t>({by_registers, by_shared, kSmThreads / threads, kSmBlocks}), 1, kSmBlocks));
 }
 
-}  // namespace
-
-LlGrid plan_ll_grid(int num_tokens, int num_columns, int64_t shared_bytes, int num_sms,
-                    const DeviceLimits& limits) {
-  constexpr int kFewestThreads = 128;  // of a part, when there are parts to choose
-  const int most_parts = std::max(1, num_columns / kFewestThreads);
-  const int fewest_parts = (num_columns + kLlMaxThreads - 1) / kLlMaxThreads;
+LlGrid grid_of(int num_tokens, int num_columns, int units, const LlSharedBytes& shared, int num_sms,
+               const DeviceLimits& limits) {
+  constexpr int kFewestColumns = 128;  // of a part, when there are parts to choose
+  const int most_parts = std::max(1, num_columns / kFewestColumns);
+  const int most_columns = kLlMaxThreads * units;
+  const int fewest_parts = (num_columns + most_columns - 1) / most_columns;
   // Two blocks on every multiprocessor, while there are columns to share out.
   const int wanted = kLlBlocksPerSm * num_sms / std::max(1, num_tokens);
   LlGrid grid{};
+  grid.units = units;
   grid.num_columns = num_columns;
   const int parts = std::clamp(wanted, fewest_parts, std::max(fewest_parts, most_parts));
   grid.part_columns = static_cast<int>(align_up((num_columns + parts - 1) / parts, kColumnGroup));
   grid.num_parts = (num_columns + grid.part_columns - 1) / grid.part_columns;
   // Two warps at least, and a thread for every rank.
-  grid.threads = static_cast<int>(std::max<int64_t>(64, align_up(grid.part_columns, 32)));
+  const int threads = (grid.part_columns + units - 1) / units;
+  grid.threads = static_cast<int>(std::max<int64_t>(64, align_up(threads, 32)));
+  const int64_t shared_bytes = shared.of_block + shared.of_column * units * grid.threads;
   const int most = std::max(1, num_sms) * blocks_per_sm(grid.threads, shared_bytes, limits);
   grid.num_blocks = std::clamp(grid.num_items(num_tokens), 1, most);
   return grid;
+}
+
+}  // namespace
+
+LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, const LlSharedBytes& shared,
+                    int num_sms, const DeviceLimits& limits) {
+  const LlGrid narrow = grid_of(num_tokens, num_columns, 1, shared, num_sms, limits);
+  if (most_units == 1 || narrow.num_items(num_tokens) <= narrow.num_blocks) return narrow;
+  return grid_of(num_tokens, num_columns, most_units, shared, num_sms, limits);
 }
 
 cudaError_t fill_ll_window(char* window, const WindowLayout& layout, cudaStream_t stream) {

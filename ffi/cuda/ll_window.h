@@ -29,10 +29,12 @@ struct LlTurn {
   static LlTurn done(const uint32_t* ticket) { return {false, true, nullptr, ticket, nullptr}; }
 };
 
-// A block takes items of (token, part of its columns) in turn; a column is what one thread moves.
+// A block takes items of (token, part of its columns) in turn; of an item, a thread moves one
+// column, or more where that makes fewer turns.
 struct LlGrid {
   int num_blocks;
   int threads;
+  int units;        // columns that a thread moves at most
   int num_columns;  // of a row
   int num_parts;
   int part_columns;
@@ -57,15 +59,22 @@ struct LlDivisor {
 
 constexpr int kLlMaxThreads =
     448;  // half a row of 14 KB; more would leave a thread too few registers
+constexpr int kLlMaxUnits = 2;
 constexpr int kLlBlocksPerSm = 2;  // of kLlMaxThreads; more of smaller ones
 // Columns of a part come in groups of this many: 128 bytes, or the channels that share a scale.
 constexpr int kColumnGroup = 8;
 
+// What a block takes of a multiprocessor's shared memory, static memory included.
+struct LlSharedBytes {
+  int64_t of_block;
+  int64_t of_column;  // of each that its threads can move
+};
+
 // All blocks of an operation must be on the device at once, together with those of other ranks
-// there: a block waits for peers' blocks that may come later in their grids. shared_bytes: of one
-// block, static ones included.
-LlGrid plan_ll_grid(int num_tokens, int num_columns, int64_t shared_bytes, int num_sms,
-                    const DeviceLimits& limits);
+// there: a block waits for peers' blocks that may come later in their grids. most_units: columns
+// that the kernel's threads can move.
+LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, const LlSharedBytes& shared,
+                    int num_sms, const DeviceLimits& limits);
 
 // Writes sentinels to all payload of one rank's window: after its creation, and after it has been
 // cleared. A group of one rank has no payload.

@@ -1,11 +1,12 @@
-// What one thread moves of a row: a column, as it is in x, on the wire and in the output.
+// What one thread moves of a row: its columns of the item's part, as they are in x, on the wire and
+// in the output.
 //
-//   Loaded                                       from x
-//   Column encode(p, loaded)                     as on the wire; all lanes of a warp
-//   void send(slot, column, value)               to a peer
-//   Column look(slot, column), Column wait(...)  from a peer; puts the sentinels back
-//   Output decode(p, value)                      all lanes of a warp
-//   void store(p, row, column, output)
+//   Loaded                                     from x
+//   Columns encode(p, loaded)                  as on the wire; all lanes of a warp
+//   void send(p, slot, item, columns)          to a peer
+//   Columns look(slot, item), void wait(...)   from a peer; puts the sentinels back
+//   Output decode(p, columns)                  all lanes of a warp
+//   void store(p, row, item, output)
 #pragma once
 
 #include "cuda/float8.cuh"
@@ -15,39 +16,39 @@
 
 namespace jax_ep::gpu {
 
-// Rows of any type as they are, 16 bytes a column.
+// Rows of any type as they are, 16 bytes a column, kUnits columns to a thread.
+template <int kUnits>
 struct PlainWire {
-  using Loaded = uint4;
-  using Column = uint4;
-  using Output = uint4;
+  using Loaded = LlColumns<kUnits>;
+  using Columns = LlColumns<kUnits>;
+  using Output = LlColumns<kUnits>;
 
-  __device__ static Loaded load(const LlDispatchParams& p, int token, int column) {
-    const char* row = p.x + int64_t{token} * p.op.layout.shape.row_bytes;
-    return load_constant(reinterpret_cast<const uint4*>(row) + column);
+  __device__ static Loaded load(const LlDispatchParams& p, const LlItem& item) {
+    const char* row = p.x + int64_t{item.token} * p.op.layout.shape.row_bytes;
+    return load_columns<kUnits>(row, item);
   }
-  __device__ static Loaded nothing() { return make_uint4(0, 0, 0, 0); }
   // Also of rows that stay here, so that no row depends on where its token lives.
-  __device__ static Column encode(const LlDispatchParams&, const Loaded& loaded) {
+  __device__ static Columns encode(const LlDispatchParams&, const Loaded& loaded) {
     return without_sentinel(loaded);
   }
-  __device__ static void send(const LlDispatchParams&, char* slot, int column,
-                              const Column& value) {
-    store_words(slot + int64_t{column} * 16, value);
+  __device__ static void send(const LlDispatchParams&, char* slot, const LlItem& item,
+                              const Columns& columns) {
+    store_columns(slot, item, columns);
   }
-  __device__ static Column look(const LlDispatchParams&, const char* slot, int column) {
-    return load_words(slot + int64_t{column} * 16);
+  __device__ static Columns look(const LlDispatchParams&, const char* slot, const LlItem& item) {
+    return look_at_columns<kUnits>(slot, item);
   }
-  __device__ static void wait(const LlContext& ctx, const LlDispatchParams&, char* slot, int column,
-                              int peer, Column* value) {
-    char* at = slot + int64_t{column} * 16;
-    wait_for_payload(ctx, at, peer, value);
-    restore_sentinels(at);
+  __device__ static void wait(const LlContext& ctx, const LlDispatchParams&, char* slot,
+                              const LlItem& item, int peer, Columns* columns) {
+    wait_for_columns(ctx, slot, item, peer, columns);
+    restore_sentinels<kUnits>(slot, item);
   }
-  __device__ static Output decode(const LlDispatchParams&, const Column& value) { return value; }
-  __device__ static void store(const LlDispatchParams& p, int row, int column,
+  __device__ static Output decode(const LlDispatchParams&, const Columns& columns) {
+    return columns;
+  }
+  __device__ static void store(const LlDispatchParams& p, int row, const LlItem& item,
                                const Output& output) {
-    char* to = p.tokens + int64_t{row} * p.op.layout.shape.row_bytes;
-    store_streaming(reinterpret_cast<uint4*>(to) + column, output);
+    stream_columns(p.tokens + int64_t{row} * p.op.layout.shape.row_bytes, item, output);
   }
 };
 
@@ -62,7 +63,7 @@ struct QuantizedWire {
   struct Loaded {
     uint4 v[kVectors];
   };
-  struct Column {
+  struct Columns {
     uint4 data;
     uint32_t scale;  // bits; of a message that arrives, in the first thread of the group alone
   };
@@ -74,66 +75,60 @@ struct QuantizedWire {
   __device__ static int64_t hidden_of(const LlDispatchParams& p) {
     return p.op.layout.shape.row_bytes / row_type_bytes(kType);
   }
-  __device__ static bool holds_scale(int column) { return column % kThreadsPerScale == 0; }
+  __device__ static bool holds_scale(const LlItem& item) {
+    return item.column % kThreadsPerScale == 0;
+  }
 
-  __device__ static Loaded load(const LlDispatchParams& p, int token, int column) {
+  __device__ static Loaded load(const LlDispatchParams& p, const LlItem& item) {
     const int64_t row_bytes = p.op.layout.shape.row_bytes;
-    const auto* row = reinterpret_cast<const uint4*>(p.x + int64_t{token} * row_bytes);
-    Loaded loaded = nothing();
+    const auto* row = reinterpret_cast<const uint4*>(p.x + int64_t{item.token} * row_bytes);
+    Loaded loaded = {};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int vector = column * kVectors + i;
-      if (vector < row_bytes / 16) loaded.v[i] = load_constant(row + vector);
+      const int vector = item.column * kVectors + i;
+      if (item.has(0) && vector < row_bytes / 16) loaded.v[i] = load_constant(row + vector);
     }
     return loaded;
   }
-  __device__ static Loaded nothing() {
-    Loaded loaded;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) loaded.v[i] = make_uint4(0, 0, 0, 0);
-    return loaded;
-  }
 
-  __device__ static Column encode(const LlDispatchParams& p, const Loaded& loaded) {
+  __device__ static Columns encode(const LlDispatchParams& p, const Loaded& loaded) {
     float x[kQuantizedUnit];
     unpack(loaded.v, x);
     const QuantizedColumn column = quantize_column(x, p.power_of_two_scales);
     return {without_sentinel(column.data), without_sentinel(__float_as_uint(column.scale))};
   }
 
-  __device__ static char* scale_at(const LlDispatchParams& p, char* slot, int column) {
-    return slot + wire_scales_offset(hidden_of(p)) + int64_t{column / kThreadsPerScale} * 4;
+  __device__ static uint32_t* scale_at(const LlDispatchParams& p, char* slot, const LlItem& item) {
+    return reinterpret_cast<uint32_t*>(slot + wire_scales_offset(hidden_of(p))) +
+           item.column / kThreadsPerScale;
   }
-  __device__ static void send(const LlDispatchParams& p, char* slot, int column,
-                              const Column& value) {
-    store_words(slot + int64_t{column} * 16, value.data);
-    if (holds_scale(column)) {
-      store_relaxed<kSystemScope>(reinterpret_cast<uint32_t*>(scale_at(p, slot, column)),
-                                  value.scale);
-    }
+  __device__ static void send(const LlDispatchParams& p, char* slot, const LlItem& item,
+                              const Columns& columns) {
+    store_words(slot + int64_t{item.column} * 16, columns.data);
+    if (holds_scale(item)) store_relaxed<kSystemScope>(scale_at(p, slot, item), columns.scale);
   }
-  __device__ static Column look(const LlDispatchParams&, const char* slot, int column) {
-    return {load_words(slot + int64_t{column} * 16), 0};
+  __device__ static Columns look(const LlDispatchParams&, const char* slot, const LlItem& item) {
+    return {load_words(slot + int64_t{item.column} * 16), 0};
   }
   __device__ static void wait(const LlContext& ctx, const LlDispatchParams& p, char* slot,
-                              int column, int peer, Column* value) {
-    char* at = slot + int64_t{column} * 16;
-    wait_for_payload(ctx, at, peer, &value->data);
+                              const LlItem& item, int peer, Columns* columns) {
+    char* at = slot + int64_t{item.column} * 16;
+    wait_for_payload(ctx, at, peer, &columns->data);
     restore_sentinels(at);
-    if (!holds_scale(column)) return;
-    auto* scale = reinterpret_cast<uint32_t*>(scale_at(p, slot, column));
-    value->scale = wait_for_payload_word(ctx, scale, peer);
+    if (!holds_scale(item)) return;
+    uint32_t* scale = scale_at(p, slot, item);
+    columns->scale = wait_for_payload_word(ctx, scale, peer);
     store_relaxed<kSystemScope>(scale, kSentinel);
   }
 
-  __device__ static Output decode(const LlDispatchParams& p, const Column& value) {
+  __device__ static Output decode(const LlDispatchParams& p, const Columns& columns) {
     Output output;
-    output.v[0] = value.data;
+    output.v[0] = columns.data;
     output.scale =
-        __shfl_sync(kFullWarp, value.scale, lane_id() / kThreadsPerScale * kThreadsPerScale);
+        __shfl_sync(kFullWarp, columns.scale, lane_id() / kThreadsPerScale * kThreadsPerScale);
     if (p.output != LlOutput::kDequantized) return output;
     const float scale = __uint_as_float(output.scale);
-    const uint32_t words[4] = {value.data.x, value.data.y, value.data.z, value.data.w};
+    const uint32_t words[4] = {columns.data.x, columns.data.y, columns.data.z, columns.data.w};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       float x[Vector::kElements];
@@ -147,8 +142,9 @@ struct QuantizedWire {
     return output;
   }
 
-  __device__ static void store(const LlDispatchParams& p, int row, int column,
+  __device__ static void store(const LlDispatchParams& p, int row, const LlItem& item,
                                const Output& output) {
+    const int column = item.column;
     if (p.output == LlOutput::kDequantized) return store_row(p, row, column, output);
     const int64_t hidden = hidden_of(p);
     char* to = p.tokens + row * hidden + int64_t{column} * kQuantizedUnit;
@@ -161,7 +157,7 @@ struct QuantizedWire {
         if (column * kQuantizedUnit + 4 * i < hidden) reinterpret_cast<uint32_t*>(to)[i] = words[i];
       }
     }
-    if (!holds_scale(column)) return;
+    if (!holds_scale(item)) return;
     p.scales[int64_t{row} * num_scales(hidden) + column / kThreadsPerScale] =
         __uint_as_float(output.scale);
   }
