@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/ll_combine.h"
 #include "cuda/ll_combine_rows.cuh"
 
@@ -10,15 +12,19 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   extern __shared__ __align__(128) char shared[];
   __shared__ BlockState state;
   __shared__ LlVerdict verdict;
-  __shared__ LlCombineItem item;
+  __shared__ LlCombineBlock block;
   const LlCounters counters = LlCounters::read(p.op);
   const LlOpening opening = LlOpening::read(p.op, p.turn);
   const LlContext ctx{{p.op, state, counters.epoch(p.turn)}, verdict};
   ctx.clear();
-  LlCombine<Transport, kType, kUnits> work(ctx, p, shared, item);
+  LlCombine<Transport, kType, kUnits> work(ctx, p, shared, block);
   work.prepare();
   const bool begun = begin_ll(ctx, p.turn, counters, opening);
-  if (begun) work.run();
+  if (begun) {
+    work.run();
+  } else {
+    work.settle();
+  }
   const bool alone = p.turn.receive && !p.turn.send;
   finish_ll(
       ctx, p.turn, counters, begun, alone, [&] { spoil_ll_combine(p); },
@@ -54,15 +60,18 @@ LlCombinePlan plan_ll_combine(const WindowShape& shape, int num_tokens, int num_
   LlCombinePlan plan{};
   plan.by_experts_per_tok = LlDivisor::of(shape.num_experts_per_tok);
   plan.by_experts_per_rank = LlDivisor::of(shape.experts_per_rank());
+  const int most_rows = shape.num_ranks * shape.num_experts_per_tok;
   SharedLayout layout(limits.max_shared_bytes - kStaticBytes);
-  plan.list_offset = layout.take(static_cast<int64_t>(sizeof(LlCombineRow)) * shape.num_ranks *
-                                 shape.num_experts_per_tok);
-  plan.ring_offset = layout.used();
-  plan.grid =
-      plan_ll_grid(num_tokens, static_cast<int>(shape.row_bytes / 16), kLlMaxUnits,
-                   {plan.ring_offset + kStaticBytes, RowRing<1>::kBytesPerThread}, num_sms, limits);
-  plan.shared_bytes =
-      plan.ring_offset + int64_t{RowRing<1>::kBytesPerThread} * plan.grid.units * plan.grid.threads;
+  plan.list_offset = layout.take(static_cast<int64_t>(sizeof(LlRow)) * most_rows);
+  plan.stage_offset = align_up(layout.used(), 128);
+  plan.grid = plan_ll_grid(num_tokens, static_cast<int>(shape.row_bytes / 16), kLlMaxUnits,
+                           plan.stage_offset + kStaticBytes, num_sms, limits);
+  plan.stage_bytes = align_up(int64_t{plan.grid.part_columns} * 16, 128);
+  const int64_t room =
+      ll_shared_room(plan.grid, num_sms, limits) - kStaticBytes - plan.stage_offset;
+  const int64_t most_staged = limits.bulk_copy ? most_rows : 0;
+  plan.num_staged = static_cast<int>(std::clamp<int64_t>(room / plan.stage_bytes, 0, most_staged));
+  plan.shared_bytes = plan.stage_offset + plan.num_staged * plan.stage_bytes;
   return plan;
 }
 

@@ -10,13 +10,22 @@
 
 namespace jax_ep::gpu {
 
+// A row of ours, in the list of an item's rows.
+struct alignas(16) LlRow {
+  const char* at;  // the item's columns of it, in shared memory or in y
+  int32_t source;  // whose token it is of
+  float weight;
+};
+
 // Offsets are into dynamic shared memory.
 struct LlCombinePlan {
   LlGrid grid;
   LlDivisor by_experts_per_tok;
   LlDivisor by_experts_per_rank;
-  int64_t list_offset;  // of the rows of an item
-  int64_t ring_offset;  // of the rows that are on their way
+  int64_t list_offset;   // LlRow [R * K]
+  int64_t stage_offset;  // [num_staged, stage_bytes]: rows brought into shared memory
+  int64_t stage_bytes;
+  int num_staged;
   int64_t shared_bytes;
 };
 

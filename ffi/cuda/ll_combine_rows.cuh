@@ -3,48 +3,42 @@
 // sums for our own token of this number are received and added up.
 #pragma once
 
-#include "cuda/ll_combine.h"
-#include "cuda/ll_payload.cuh"
+#include "cuda/ll_rows.cuh"
 #include "cuda/messages.cuh"
-#include "cuda/row_ring.cuh"
 #include "cuda/vectors.cuh"
 
 namespace jax_ep::gpu {
 
-// A row of y, and the source whose token it is of.
-struct LlCombineRow {
-  int32_t row;
-  int32_t source;
-  float weight;
-};
-
-// What a block knows of its item, in shared memory; the rows lie behind it, by source, beginning
-// with the one after this rank and ending with our own, in the order of k.
-struct LlCombineItem {
-  int num_rows;
-  int num_remote_rows;
-  uint32_t named[2];    // ranks with experts of our token, a bit each
-  uint32_t present[2];  // sources with rows in the list, a bit each
+// What a block knows of its item, in shared memory.
+struct LlCombineBlock {
+  LlRows::State rows;
+  uint32_t named[2];  // ranks with experts of our token, a bit each
 };
 
 template <class Transport, RowType kType, int kUnits>
 class LlCombine {
  public:
   __device__ LlCombine(const LlContext& ctx, const LlCombineParams& p, char* shared,
-                       LlCombineItem& block)
+                       LlCombineBlock& block)
       : ctx_(ctx),
         p_(p),
         block_(block),
         num_experts_per_tok_(p.op.layout.shape.num_experts_per_tok),
         num_items_(p.plan.grid.num_items(p.op.num_tokens)),
-        list_(reinterpret_cast<LlCombineRow*>(shared + p.plan.list_offset)),
-        ring_(shared + p.plan.ring_offset) {}
+        rows_(ctx, p, shared, block.rows) {}
 
   // All threads, before the operation begins: the first item's rows, which depend on neither epoch
   // nor peers. A block barrier must follow.
   __device__ void prepare() {
     if (first_item() >= num_items_) return;
+    if (warp_id() == 0) rows_.prepare();
     take(p_.turn.send ? first_item() : last_item(), p_.turn.send);
+  }
+  // All threads, if run() is not called: no copy may be on its way when the block ends.
+  __device__ void settle() const {
+    if (first_item() >= num_items_) return;
+    rows_.wait_for_remote(turn_);
+    rows_.wait_for_own(turn_);
   }
 
   // All threads, once the operation has begun: sends all items of the block, then receives them,
@@ -68,6 +62,7 @@ class LlCombine {
       item += sending ? step : -step;
       if (idle || item < 0) return;
       __syncthreads();  // everybody has used the last item's rows
+      ++turn_;
       take(item, sending);
       __syncthreads();
     }
@@ -75,18 +70,12 @@ class LlCombine {
 
  private:
   using Vector = RowVector<kType>;
+  static constexpr int kAtOnce = 2 / kUnits;  // rows between memory and the sums
+
   __device__ int first_item() const { return static_cast<int>(blockIdx.x); }
   __device__ int last_item() const {
     const int step = static_cast<int>(gridDim.x);
     return first_item() + (num_items_ - 1 - first_item()) / step * step;
-  }
-  __device__ float weight_of(int row) const {
-    return p_.row_weights != nullptr ? p_.row_weights[row] : 1.0f;
-  }
-  __device__ int row_at(int source, int k) const {
-    const int64_t message = int64_t{source} * p_.op.num_tokens + item_.token;
-    const int row = p_.recv_rows[message * num_experts_per_tok_ + k];
-    return row >= 0 && row < p_.capacity ? row : -1;
   }
   __device__ int64_t slot_offset(int peer) const {
     return p_.op.layout.combine_row(parity_of(ctx_.epoch), peer, item_.token);
@@ -119,58 +108,44 @@ class LlCombine {
 
   // ---- The item, and its rows.
 
-  __device__ auto address_of_row() const {
-    return [this](int i) { return p_.y + list_[i].row * p_.op.layout.shape.row_bytes; };
-  }
-  // The next row to be taken is row i of the list.
-  __device__ void add_row(int i, Sums& sums) {
-    sums.add(ring_.take(item_, address_of_row()), list_[i].weight);
-  }
-
-  // All threads: lists the item's rows and asks for them: those to be sent, those that stay here,
-  // or both where the item is received next. A block barrier must follow.
+  // All threads; a block barrier must follow.
   __device__ void take(int item, bool sends) {
     item_ = LlItem::of(p_.plan.grid, item);
-    if (warp_id() == 0) list_rows_of_token();
-    if (warp_id() == 1) name_ranks();
-    __syncthreads();
     const bool receives = p_.turn.receive && (!sends || item == last_item());
-    const int first = sends ? 0 : block_.num_remote_rows;
-    const int end = receives ? block_.num_rows : block_.num_remote_rows;
-    ring_.begin(item_, first, end, address_of_row());
-#pragma unroll 1
-    for (int i = first + static_cast<int>(threadIdx.x); i < end; i += blockDim.x) {
-      list_[i].weight = weight_of(list_[i].row);
-    }
+    if (warp_id() == 0) rows_.find(item_, {/*remote=*/sends, /*own=*/receives});
+    if (warp_id() == 1) name_ranks();
   }
 
-  __device__ void list_rows_of_token() {
-    const int entries = ctx_.num_ranks() * num_experts_per_tok_;
-    const int remote = entries - num_experts_per_tok_;
-    int count = 0;
-    int remote_count = 0;
-    uint64_t present = 0;
+  // Rows [begin, end) of the list, into the sums. After each, done(i).
+  template <class Done>
+  __device__ void add_rows(int begin, int end, Sums& sums, Done done) const {
 #pragma unroll 1
-    for (int first = 0; first < entries; first += kWarp) {
-      const int entry = first + lane_id();
-      const int turn = p_.plan.by_experts_per_tok.quotient(entry);
-      int source = ctx_.rank() + 1 + turn;
-      if (source >= ctx_.num_ranks()) source -= ctx_.num_ranks();
-      LlCombineRow found{-1, source, 0.0f};
-      if (entry < entries) found.row = row_at(source, entry - turn * num_experts_per_tok_);
-      const unsigned all = __ballot_sync(kFullWarp, found.row >= 0);
-      remote_count += __popc(__ballot_sync(kFullWarp, found.row >= 0 && entry < remote));
-      if (found.row >= 0) {
-        list_[count + __popc(all & lanes_below())] = found;
-        present |= uint64_t{1} << source;
+    for (int first = begin; first < end; first += kAtOnce) {
+      LlRow rows[kAtOnce];
+      LlColumns<kUnits> columns[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= end) break;
+        rows[i] = rows_.row(first + i);
+        columns[i] = columns_of(rows[i]);
       }
-      count += __popc(all);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i >= end) break;
+        sums.add(columns[i], rows[i].weight);
+        done(first + i, rows[i].source);
+      }
     }
-    write_mask(present, block_.present);
-    if (lane_id() == 0) {
-      block_.num_rows = count;
-      block_.num_remote_rows = remote_count;
+  }
+  // In shared memory or in y.
+  __device__ LlColumns<kUnits> columns_of(const LlRow& row) const {
+    LlColumns<kUnits> columns = {};
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      if (!item_.has(u)) continue;
+      columns.v[u] = reinterpret_cast<const uint4*>(row.at)[item_.column_of(u) - item_.begin()];
     }
+    return columns;
   }
 
   __device__ void name_ranks() {
@@ -199,7 +174,7 @@ class LlCombine {
 
   // ---- Sending.
 
-  __device__ void send() {
+  __device__ void send() const {
     if (item_.first_part && warp_id() == 0) send_flags();
     if (item_.first_part && warp_id() == 1 && p_.row_scalars != nullptr) send_scalars();
     if (item_.has(0)) send_columns();
@@ -207,7 +182,7 @@ class LlCombine {
 
   // One warp: of the sums that do not come.
   __device__ void send_flags() const {
-    const uint64_t present = read_mask(block_.present);
+    const uint64_t present = rows_.present();
 #pragma unroll 1
     for (int r = lane_id(); r < ctx_.num_ranks(); r += kWarp) {
       if (r == ctx_.rank() || (present >> r & 1) != 0) continue;
@@ -217,11 +192,11 @@ class LlCombine {
 
   __device__ void send_scalars() const {
     if (lane_id() >= num_experts_per_tok_) return;
-    const uint64_t present = read_mask(block_.present);
+    const uint64_t present = rows_.present();
 #pragma unroll 1
     for (int r = 0; r < ctx_.num_ranks(); ++r) {
       if (r == ctx_.rank() || (present >> r & 1) == 0) continue;
-      const int row = row_at(r, lane_id());
+      const int row = rows_.row_at(item_, r, lane_id());
       const float scalar = row >= 0 ? p_.row_scalars[row] : 0.0f;
       char* to = Transport::window(ctx_, r, scalars_offset(ctx_.rank()));
       store_relaxed<kSystemScope>(reinterpret_cast<uint32_t*>(to) + lane_id(),
@@ -229,30 +204,28 @@ class LlCombine {
     }
   }
 
-  __device__ void send_columns() {
-    const int end = block_.num_remote_rows;
+  __device__ void send_columns() const {
+    const int end = rows_.num_remote();
     Sums sums = {};
-#pragma unroll 1
-    for (int i = 0; i < end; ++i) {
-      add_row(i, sums);
-      const int source = list_[i].source;
-      if (i + 1 < end && list_[i + 1].source == source) continue;
+    rows_.wait_for_remote(turn_);
+    add_rows(0, end, sums, [&](int i, int source) {
+      if (i + 1 < end && rows_.row(i + 1).source == source) return;
       store_columns(Transport::window(ctx_, source, slot_offset(ctx_.rank())), item_,
                     without_sentinel(sums.rounded()));
       sums = {};
-    }
+    });
   }
 
   // ---- Receiving.
 
-  __device__ void receive() {
+  __device__ void receive() const {
     if (p_.scalars != nullptr && item_.first_part && warp_id() == 0) receive_scalars();
     __syncwarp();
     if (item_.has(0)) receive_columns();
   }
 
   // In the order of ranks, our own rows at our place, unrounded.
-  __device__ void receive_columns() {
+  __device__ void receive_columns() const {
     Sums sums = {};
     uint64_t left = read_mask(block_.named) | uint64_t{1} << ctx_.rank();
     // The next sum is looked at before this one is waited for.
@@ -264,8 +237,8 @@ class LlCombine {
       LlColumns<kUnits> columns = next;
       if (left != 0) next = look(left);
       if (peer == ctx_.rank()) {
-#pragma unroll 1
-        for (int i = block_.num_remote_rows; i < block_.num_rows; ++i) add_row(i, sums);
+        rows_.wait_for_own(turn_);
+        add_rows(rows_.num_remote(), rows_.num_all(), sums, [](int, int) {});
       } else if (wait_for_sum(peer, &columns)) {
         sums.add(columns, 1.0f);
       }
@@ -302,7 +275,7 @@ class LlCombine {
     const int mine = rank_of_entry();
     float scalar = 0.0f;
     if (mine == ctx_.rank()) {
-      const int row = row_at(ctx_.rank(), lane_id());
+      const int row = rows_.row_at(item_, ctx_.rank(), lane_id());
       if (row >= 0) scalar = p_.row_scalars[row];
     }
     const uint64_t named = read_mask(block_.named);
@@ -328,12 +301,12 @@ class LlCombine {
 
   const LlContext& ctx_;
   const LlCombineParams& p_;
-  LlCombineItem& block_;
+  LlCombineBlock& block_;
   const int num_experts_per_tok_;
   const int num_items_;
-  LlCombineRow* const list_;
+  LlRows rows_;
   LlItem item_;
-  RowRing<kUnits> ring_;
+  uint32_t turn_ = 0;  // items taken before this one
 };
 
 // All threads of one block: what the outputs of an aborted operation hold.

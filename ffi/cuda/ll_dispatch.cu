@@ -61,14 +61,15 @@ Kernel kernel_of(LlOutput output, RowType type, bool padded, int units) {
 LlDispatchPlan plan_ll_dispatch(const WindowShape& shape, int num_tokens, LlOutput output,
                                 RowType row_type, int num_sms, const DeviceLimits& limits) {
   constexpr int64_t kStaticBytes = 2048;
+  constexpr int64_t kManyBytes = 512 << 10;  // a microsecond or more of the link
   LlDispatchPlan plan{};
   plan.by_experts_per_tok = LlDivisor::of(shape.num_experts_per_tok);
   plan.by_experts_per_rank = LlDivisor::of(shape.experts_per_rank());
   plan.experts_per_rank = shape.experts_per_rank();
-  plan.mask_words = std::max(1, (num_tokens + 31) / 32);
+  plan.mask_groups = std::max(1, (num_tokens + 127) / 128);
   SharedLayout layout(limits.max_shared_bytes - kStaticBytes);
-  plan.rows_offset = layout.take(int64_t{4} * shape.num_ranks * shape.num_experts_per_tok);
-  plan.masks_offset = layout.take_if_room(int64_t{4} * shape.num_experts * plan.mask_words);
+  plan.rows_offset = layout.take(int64_t{4} * (shape.num_ranks * shape.num_experts_per_tok + 1));
+  plan.masks_offset = layout.take_if_room(int64_t{16} * shape.num_experts * plan.mask_groups);
   plan.bases_offset =
       layout.take_if_room(4 * Placement::words(shape.num_experts, shape.experts_per_rank()));
   plan.shared_bytes = layout.used();
@@ -78,7 +79,11 @@ LlDispatchPlan plan_ll_dispatch(const WindowShape& shape, int num_tokens, LlOutp
           : align_up(shape.row_bytes / row_type_bytes(row_type), kQuantizedUnit) / kQuantizedUnit;
   const int most_units = output == LlOutput::kRows ? kLlMaxUnits : 1;
   plan.grid = plan_ll_grid(num_tokens, static_cast<int>(columns), most_units,
-                           {plan.shared_bytes + kStaticBytes, 0}, num_sms, limits);
+                           plan.shared_bytes + kStaticBytes, num_sms, limits);
+  const int64_t wire_bytes =
+      num_tokens * columns * 16 * std::min(shape.num_ranks - 1, shape.num_experts_per_tok);
+  plan.own_rows_first =
+      wire_bytes >= kManyBytes && plan.grid.num_items(num_tokens) <= plan.grid.num_blocks;
   return plan;
 }
 

@@ -23,10 +23,11 @@ struct LlDispatchPlan {
   LlDivisor by_experts_per_tok;
   LlDivisor by_experts_per_rank;
   int experts_per_rank;
-  int mask_words;  // per expert: a bit for every token
+  int mask_groups;  // per expert: 16 bytes with a bit for each of 128 tokens
   int64_t masks_offset;
   int64_t bases_offset;
-  int64_t rows_offset;
+  int64_t rows_offset;  // int32 [R, K], and one more
+  bool own_rows_first;  // of every other block: its payload would only queue behind the others'
   int64_t shared_bytes;
 };
 

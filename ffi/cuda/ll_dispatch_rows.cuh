@@ -38,7 +38,7 @@ class LlDispatch {
   // All threads, before the operation begins: loads that need neither epoch nor peers, and the
   // block's shared memory. A block barrier must follow.
   __device__ void prepare() {
-    if (threadIdx.x < 4) block_.senders[threadIdx.x / 2][threadIdx.x % 2] = 0;
+    if (threadIdx.x < 2) block_.senders[0][threadIdx.x] = 0;
     if (threadIdx.x == 0) block_.faulty = 0;
     if (!p_.turn.send || !routes_in_shared(p_)) return;
     take(first_item());
@@ -86,7 +86,7 @@ class LlDispatch {
       load_entries();
       load();
     } else {
-      router_.template run<Transport>();
+      router_.template send_counts<Transport>();
     }
 #pragma unroll 1
     for (int item = first_item(); item < num_items_; item += static_cast<int>(gridDim.x)) {
@@ -99,9 +99,14 @@ class LlDispatch {
       value_ = Wire::encode(p_, loaded_);
       if (warp_id() == 0) send_records();
       __syncthreads();
-      if (item_.has(0)) send_column();
+      if (!own_rows_first()) send_columns();
     }
     return true;
+  }
+  // The links are busy with what the other half of the blocks sends; until our turn comes we can
+  // write our own rows. (Stores that wait for a link would hold up these, and all loads.)
+  __device__ bool own_rows_first() const {
+    return p_.plan.own_rows_first && p_.turn.send && p_.turn.receive && blockIdx.x % 2 != 0;
   }
 
   // One warp. Every rank learns of every token, also when nothing of it comes.
@@ -130,7 +135,8 @@ class LlDispatch {
     }
   }
 
-  __device__ void send_column() const {
+  __device__ void send_columns() const {
+    if (!item_.has(0)) return;
     const int64_t offset =
         p_.op.layout.dispatch_message(parity_of(ctx_.epoch), ctx_.rank(), item_.token);
     // Each rank begins with the one after it, so that they do not all send to the same.
@@ -156,8 +162,10 @@ class LlDispatch {
   // operation is aborted.
   __device__ bool receive() {
     meet_peers(ctx_, p_.waited_ns_before, p_.waited_ns);
-    if (!places_.prepare()) return false;
     bool held = p_.turn.send && places_.in_block();
+    // Asked for before the counts are waited for.
+    ulonglong2 record = held && !idle() ? look_at_record() : ulonglong2{};
+    if (!places_.prepare()) return false;
     int set = 0;
     const int step = static_cast<int>(gridDim.x);
 #pragma unroll 1
@@ -165,28 +173,30 @@ class LlDispatch {
       if (!held) {
         take(item);
         load();
+        record = look_at_record();
       }
-      if (warp_id() == 0) find_own_rows(held);
+      if (warp_id() == 0) {
+        find_own_rows(held);
+      } else {
+        find_rows(block_.senders[set], record);
+      }
       if (threadIdx.x < 2) block_.senders[set ^ 1][threadIdx.x] = 0;
       __syncthreads();
       if (!held) value_ = Wire::encode(p_, loaded_);
       held = false;
       // Asked for before our own rows are written, which takes as long as the answers' way.
-      const ulonglong2 record = look_at_record();
-      typename Wire::Columns first = look(others());
+      const uint64_t senders = ranks_in(block_.senders[set]);
+      const typename Wire::Columns first = look(senders);
       expand(ctx_.rank(), Wire::decode(p_, value_));
-      if (ctx_.num_ranks() > 1) {
-        find_rows(block_.senders[set], record);
-        __syncthreads();
-        receive_columns(ranks_in(block_.senders[set]), first);
-      }
+      if (own_rows_first()) send_columns();
+      receive_columns(senders, first);
       if (item >= step) __syncthreads();  // everybody has used the rows
     }
     places_.finish();
     return true;
   }
 
-  // One warp: the rows of our own token, which depend on no peer but for its counts.
+  // One warp: the rows of our own token.
   __device__ void find_own_rows(bool held) {
     if (lane_id() >= num_experts_per_tok_) return;
     RouteRecord record{own_route_, weight_};
@@ -197,7 +207,7 @@ class LlDispatch {
     place_entry(ctx_.rank(), lane_id(), record);
   }
 
-  // Entry i of the other ranks' tokens.
+  // The other warps' threads take an entry each of the other ranks' tokens.
   struct OtherEntry {
     int source;
     int k;
@@ -207,22 +217,23 @@ class LlDispatch {
     return {turn < ctx_.rank() ? turn : turn + 1, i - turn * num_experts_per_tok_};
   }
   __device__ int num_other_entries() const { return (ctx_.num_ranks() - 1) * num_experts_per_tok_; }
+  __device__ int first_other_entry() const { return static_cast<int>(threadIdx.x) - kWarp; }
   // The record of this thread's first entry, whether it has come or not.
   __device__ ulonglong2 look_at_record() const {
-    const int i = static_cast<int>(threadIdx.x);
-    if (i >= num_other_entries()) return {};
+    const int i = first_other_entry();
+    if (i < 0 || i >= num_other_entries()) return {};
     const OtherEntry entry = other_entry(i);
     return load_long_words(record_of(entry.source, entry.k));
   }
 
-  // Threads take an entry each of the other ranks' tokens: its output row, and who sends. `words`
-  // is what the first look has seen.
+  // Each entry's output row, and who sends. `words` is what the first look has seen.
   __device__ void find_rows(uint32_t (&senders)[2], ulonglong2 words) {
+    const int step = static_cast<int>(blockDim.x) - kWarp;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < num_other_entries(); i += blockDim.x) {
+    for (int i = first_other_entry(); i < num_other_entries(); i += step) {
       const auto [source, k] = other_entry(i);
       const char* at = record_of(source, k);
-      if (i != static_cast<int>(threadIdx.x)) words = load_long_words(at);
+      if (i != first_other_entry()) words = load_long_words(at);
       const RouteRecord record = wait_for_record(ctx_, at, source, words);
       if (record.route != kNoRoute) atomicOr(&senders[source / 32], 1u << (source % 32));
       place_entry(source, k, record);
@@ -247,24 +258,19 @@ class LlDispatch {
   // All threads: the rows of one source's token get this thread's column.
   __device__ void expand(int source, const typename Wire::Output& output) const {
     if (!item_.has(0)) return;
+    const int32_t* rows = rows_ + source * num_experts_per_tok_;
+    int next = rows[0];
 #pragma unroll 1
     for (int k = 0; k < num_experts_per_tok_; ++k) {
-      const int row = rows_[source * num_experts_per_tok_ + k];
+      const int row = next;
+      next = rows[k + 1];  // also where it is no row of this token
       if (row >= 0) Wire::store(p_, row, item_, output);
     }
   }
 
-  // The ranks that may send.
-  __device__ uint64_t others() const {
-    return (~uint64_t{0} >> (64 - ctx_.num_ranks())) & ~(uint64_t{1} << ctx_.rank());
-  }
-
   // All threads. The next source is looked at before this one is waited for, or each would cost a
-  // round trip. `next`: what the first of others() sends.
+  // round trip. `next`: what the first of the senders sends.
   __device__ void receive_columns(uint64_t senders, typename Wire::Columns next) const {
-    if (__ffsll(static_cast<long long>(senders)) != __ffsll(static_cast<long long>(others()))) {
-      next = look(senders);
-    }
 #pragma unroll 1
     while (senders != 0) {
       const int source = __ffsll(static_cast<long long>(senders)) - 1;

@@ -111,6 +111,9 @@ struct LlItem {
     const int column = begin + static_cast<int>(threadIdx.x);
     return {token, column, end - column, part == 0};
   }
+  // The part's first column, and how many there are.
+  __device__ int begin() const { return column - static_cast<int>(threadIdx.x); }
+  __device__ int size() const { return left + static_cast<int>(threadIdx.x); }
   __device__ bool has(int unit) const { return left > unit * static_cast<int>(blockDim.x); }
   __device__ int column_of(int unit) const { return column + unit * static_cast<int>(blockDim.x); }
 };

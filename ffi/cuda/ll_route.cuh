@@ -95,27 +95,27 @@ class LlRouter {
         num_experts_(p.op.layout.shape.num_experts),
         num_experts_per_tok_(p.op.layout.shape.num_experts_per_tok),
         num_entries_(p.op.num_tokens * num_experts_per_tok_),
-        masks_(reinterpret_cast<uint32_t*>(shared + max(int64_t{0}, p.plan.masks_offset))) {}
+        masks_(reinterpret_cast<uint4*>(shared + max(int64_t{0}, p.plan.masks_offset))) {}
 
-  // All threads, before the operation begins: what needs neither epoch nor peers. A block barrier
-  // must follow.
+  // All threads, before the operation begins, with routes in shared memory: what needs neither
+  // epoch nor peers. Routes can be asked for after a block barrier.
   __device__ void prepare() {
-    if (!routes_in_shared(p_)) return;
-    fill(masks_, int64_t{num_experts_} * p_.plan.mask_words, 0u, static_cast<int>(threadIdx.x),
+    int ahead[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ahead[i] = expert_at(index_of(i));
+    const int64_t num_groups = int64_t{num_experts_} * p_.plan.mask_groups;
+    fill(masks_, num_groups, make_uint4(0, 0, 0, 0), static_cast<int>(threadIdx.x),
          static_cast<int>(blockDim.x));
+    __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead_[i] = expert_at(index_of(i));
-  }
-
-  // All threads, once, with routes in shared memory. Then routes can be asked for, and the counts
-  // are on their way: before any payload, behind which they would queue.
-  template <class Transport>
-  __device__ void run() {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) mark(index_of(i), ahead_[i]);
+    for (int i = 0; i < kAhead; ++i) mark(index_of(i), ahead[i]);
 #pragma unroll 1
     for (int i = index_of(kAhead); i < num_entries_; i += blockDim.x) mark(i, expert_at(i));
-    __syncthreads();
+  }
+
+  // All threads, before any payload is sent, behind which the counts would queue.
+  template <class Transport>
+  __device__ void send_counts() const {
 #pragma unroll 1
     for (int r = blockIdx.x; r < ctx_.num_ranks(); r += gridDim.x) send_counts<Transport>(r);
   }
@@ -127,11 +127,12 @@ class LlRouter {
     if (expert < 0) return {-1, kNoRoute};
     const int rank = p_.plan.by_experts_per_rank.quotient(expert);
     const int local = expert - rank * p_.plan.experts_per_rank;
-    return {rank, pack_route(local, bits_before(expert, token))};
+    return {rank, pack_route(local, tokens_before(expert, token))};
   }
 
  private:
   static constexpr int kAhead = 4;
+  static constexpr int kGroupBits = 128;
 
   __device__ int index_of(int i) const { return static_cast<int>(threadIdx.x + i * blockDim.x); }
   __device__ int expert_at(int entry) const {
@@ -141,27 +142,34 @@ class LlRouter {
   __device__ void mark(int entry, int expert) {
     if (expert < 0 || expert >= num_experts_) return;
     const int token = p_.plan.by_experts_per_tok.quotient(entry);
-    atomicOr(&masks_[expert * p_.plan.mask_words + token / 32], 1u << (token % 32));
+    auto* words = reinterpret_cast<uint32_t*>(masks_ + expert * p_.plan.mask_groups);
+    atomicOr(&words[token / 32], 1u << (token % 32));
   }
-  __device__ int bits_before(int expert, int token) const {
-    const uint32_t* words = masks_ + expert * p_.plan.mask_words;
-    int bits = __popc(words[token / 32] & ((1u << (token % 32)) - 1));
+  // Tokens before this one that chose the expert.
+  __device__ int tokens_before(int expert, int token) const {
+    const uint4* groups = masks_ + expert * p_.plan.mask_groups;
+    int bits = 0;
 #pragma unroll 1
-    for (int w = 0; w < token / 32; ++w) bits += __popc(words[w]);
+    for (int first = 0; first < token; first += kGroupBits) {
+      const uint4 group = groups[first / kGroupBits];
+      const uint32_t words[4] = {group.x, group.y, group.z, group.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int below = min(max(token - first - 32 * w, 0), 32);
+        bits += __popc(words[w] & static_cast<uint32_t>((uint64_t{1} << below) - 1));
+      }
+    }
     return bits;
   }
 
   template <class Transport>
-  __device__ void send_counts(int rank) {
+  __device__ void send_counts(int rank) const {
     const int num_local = p_.plan.experts_per_rank;
 #pragma unroll 1
     for (int e = threadIdx.x; e < num_local; e += blockDim.x) {
-      const uint32_t* words = masks_ + (rank * num_local + e) * p_.plan.mask_words;
-      uint32_t count = 0;
-#pragma unroll 1
-      for (int w = 0; w < p_.plan.mask_words; ++w) count += __popc(words[w]);
+      const int count = tokens_before(rank * num_local + e, p_.op.num_tokens);
       const int64_t offset = p_.op.layout.dispatch_count(parity_of(ctx_.epoch), ctx_.rank(), e);
-      Transport::signal(ctx_, rank, offset, epoch_word(ctx_.epoch, count));
+      Transport::signal(ctx_, rank, offset, epoch_word(ctx_.epoch, static_cast<uint32_t>(count)));
     }
   }
 
@@ -170,8 +178,7 @@ class LlRouter {
   const int num_experts_;
   const int num_experts_per_tok_;
   const int num_entries_;
-  uint32_t* const masks_;  // [E, mask_words]
-  int ahead_[kAhead];
+  uint4* const masks_;  // [E, mask_groups]
 };
 
 }  // namespace jax_ep::gpu

@@ -20,7 +20,7 @@ int blocks_per_sm(int threads, int64_t shared_bytes, const DeviceLimits& limits)
       std::min<int64_t>({by_registers, by_shared, kSmThreads / threads, kSmBlocks}), 1, kSmBlocks));
 }
 
-LlGrid grid_of(int num_tokens, int num_columns, int units, const LlSharedBytes& shared, int num_sms,
+LlGrid grid_of(int num_tokens, int num_columns, int units, int64_t shared_bytes, int num_sms,
                const DeviceLimits& limits) {
   constexpr int kFewestColumns = 128;  // of a part, when there are parts to choose
   const int most_parts = std::max(1, num_columns / kFewestColumns);
@@ -37,7 +37,6 @@ LlGrid grid_of(int num_tokens, int num_columns, int units, const LlSharedBytes& 
   // Two warps at least, and a thread for every rank.
   const int threads = (grid.part_columns + units - 1) / units;
   grid.threads = static_cast<int>(std::max<int64_t>(64, align_up(threads, 32)));
-  const int64_t shared_bytes = shared.of_block + shared.of_column * units * grid.threads;
   const int most = std::max(1, num_sms) * blocks_per_sm(grid.threads, shared_bytes, limits);
   grid.num_blocks = std::clamp(grid.num_items(num_tokens), 1, most);
   return grid;
@@ -45,11 +44,17 @@ LlGrid grid_of(int num_tokens, int num_columns, int units, const LlSharedBytes& 
 
 }  // namespace
 
-LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, const LlSharedBytes& shared,
+LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, int64_t shared_bytes,
                     int num_sms, const DeviceLimits& limits) {
-  const LlGrid narrow = grid_of(num_tokens, num_columns, 1, shared, num_sms, limits);
+  const LlGrid narrow = grid_of(num_tokens, num_columns, 1, shared_bytes, num_sms, limits);
   if (most_units == 1 || narrow.num_items(num_tokens) <= narrow.num_blocks) return narrow;
-  return grid_of(num_tokens, num_columns, most_units, shared, num_sms, limits);
+  return grid_of(num_tokens, num_columns, most_units, shared_bytes, num_sms, limits);
+}
+
+int64_t ll_shared_room(const LlGrid& grid, int num_sms, const DeviceLimits& limits) {
+  // Two at least, so that blocks of several ranks fit beside each other.
+  const int per_sm = std::max(kLlBlocksPerSm, (grid.num_blocks + num_sms - 1) / num_sms);
+  return (limits.max_shared_bytes + kReservedBytes) / per_sm - kReservedBytes;
 }
 
 cudaError_t fill_ll_window(char* window, const WindowLayout& layout, cudaStream_t stream) {

@@ -64,17 +64,14 @@ constexpr int kLlBlocksPerSm = 2;  // of kLlMaxThreads; more of smaller ones
 // Columns of a part come in groups of this many: 128 bytes, or the channels that share a scale.
 constexpr int kColumnGroup = 8;
 
-// What a block takes of a multiprocessor's shared memory, static memory included.
-struct LlSharedBytes {
-  int64_t of_block;
-  int64_t of_column;  // of each that its threads can move
-};
-
 // All blocks of an operation must be on the device at once, together with those of other ranks
 // there: a block waits for peers' blocks that may come later in their grids. most_units: columns
-// that the kernel's threads can move.
-LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, const LlSharedBytes& shared,
+// that the kernel's threads can move. shared_bytes: what a block takes, static memory included.
+LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, int64_t shared_bytes,
                     int num_sms, const DeviceLimits& limits);
+
+// What each block may take of shared memory, all in all, and still as many be on the device.
+int64_t ll_shared_room(const LlGrid& grid, int num_sms, const DeviceLimits& limits);
 
 // Writes sentinels to all payload of one rank's window: after its creation, and after it has been
 // cleared. A group of one rank has no payload.

@@ -74,24 +74,6 @@ __device__ inline void store_streaming(uint4* to, uint4 v) {
                : "memory");
 }
 
-// ---- 16 bytes from device into shared memory, through no register. A thread sees what it copied
-// itself once it has waited for the group.
-
-__device__ inline void copy_async(uint4* shared, const uint4* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global)
-               : "memory");
-}
-__device__ inline void commit_async_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// All groups but the last kPending.
-template <int kPending>
-__device__ void wait_for_async_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // ---- 16 bytes at once between ranks. Each word of them is a signal of its own: relaxed accesses
 // of the vector give every element the guarantees of a single relaxed access, and no order among
 // them.
@@ -137,6 +119,11 @@ __device__ inline void barrier_arrive(uint64_t* barrier) { cuda::ptx::mbarrier_a
 __device__ inline void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   cuda::ptx::mbarrier_arrive_expect_tx(cuda::ptx::sem_release, cuda::ptx::scope_cta,
                                        cuda::ptx::space_shared, barrier, bytes);
+}
+// Without arriving.
+__device__ inline void barrier_expect_more(uint64_t* barrier, uint32_t bytes) {
+  cuda::ptx::mbarrier_expect_tx(cuda::ptx::sem_relaxed, cuda::ptx::scope_cta,
+                                cuda::ptx::space_shared, barrier, bytes);
 }
 __device__ inline bool barrier_passed(uint64_t* barrier, uint32_t parity) {
   return cuda::ptx::mbarrier_test_wait_parity(barrier, parity);
