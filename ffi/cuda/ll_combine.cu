@@ -16,7 +16,6 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   const LlCounters counters = LlCounters::read(p.op);
   const LlOpening opening = LlOpening::read(p.op, p.turn);
   const LlContext ctx{{p.op, state, counters.epoch(p.turn)}, verdict};
-  ctx.clear();
   LlCombine<Transport, kType, kUnits> work(ctx, p, shared, block);
   work.prepare();
   const bool begun = begin_ll(ctx, p.turn, counters, opening);

@@ -125,7 +125,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const LlCounters counters = LlCounters::read(p.op);
   const LlOpening opening = LlOpening::read(p.op, turn);
   const LlContext ctx{{p.op, state, counters.epoch(turn)}, verdict};
-  ctx.clear();
   const bool begun = begin_ll(ctx, turn, counters, opening);
   if (begun) LlCombineGrad<Transport, kType>(ctx, p, destinations).run();
   finish_ll(

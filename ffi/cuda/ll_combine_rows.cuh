@@ -31,7 +31,6 @@ class LlCombine {
   // nor peers. A block barrier must follow.
   __device__ void prepare() {
     if (first_item() >= num_items_) return;
-    if (warp_id() == 0) rows_.prepare();
     take(p_.turn.send ? first_item() : last_item(), p_.turn.send);
   }
   // All threads, if run() is not called: no copy may be on its way when the block ends.
@@ -47,16 +46,16 @@ class LlCombine {
   __device__ void run() {
     const bool idle = first_item() >= num_items_;
     const int step = static_cast<int>(gridDim.x);
-    const int last = idle ? first_item() : last_item();
-    int item = p_.turn.send ? first_item() : last;
     bool sending = p_.turn.send;
+    int item = sending || idle ? first_item() : last_item();
+    if (!sending) meet_peers(ctx_, p_.waited_ns_before, p_.waited_ns);
 #pragma unroll 1
     while (true) {
-      if (!sending && item == last) meet_peers(ctx_, p_.waited_ns_before, p_.waited_ns);
       if (!idle) sending ? send() : receive();
-      if (sending && item == last) {
-        sending = false;
+      if (sending && is_last(item)) {
         if (!p_.turn.receive) return;
+        sending = false;
+        meet_peers(ctx_, p_.waited_ns_before, p_.waited_ns);
         continue;
       }
       item += sending ? step : -step;
@@ -73,6 +72,9 @@ class LlCombine {
   static constexpr int kAtOnce = 2 / kUnits;  // rows between memory and the sums
 
   __device__ int first_item() const { return static_cast<int>(blockIdx.x); }
+  __device__ bool is_last(int item) const {
+    return item + static_cast<int>(gridDim.x) >= num_items_;
+  }
   __device__ int last_item() const {
     const int step = static_cast<int>(gridDim.x);
     return first_item() + (num_items_ - 1 - first_item()) / step * step;
@@ -111,8 +113,8 @@ class LlCombine {
   // All threads; a block barrier must follow.
   __device__ void take(int item, bool sends) {
     item_ = LlItem::of(p_.plan.grid, item);
-    const bool receives = p_.turn.receive && (!sends || item == last_item());
-    if (warp_id() == 0) rows_.find(item_, {/*remote=*/sends, /*own=*/receives});
+    const bool receives = p_.turn.receive && (!sends || is_last(item));
+    if (warp_id() == 0) rows_.find(item_, {/*remote=*/sends, /*own=*/receives}, turn_);
     if (warp_id() == 1) name_ranks();
   }
 

@@ -18,7 +18,6 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   const LlCounters counters = LlCounters::read(p.op);
   const LlOpening opening = LlOpening::read(p.op, p.turn);
   const LlContext ctx{{p.op, state, counters.epoch(p.turn)}, verdict};
-  ctx.clear();
   LlDispatch<Transport, Wire, Places> work(ctx, p, shared, block);
   work.prepare();
   const bool begun = begin_ll(ctx, p.turn, counters, opening);
@@ -61,7 +60,7 @@ Kernel kernel_of(LlOutput output, RowType type, bool padded, int units) {
 LlDispatchPlan plan_ll_dispatch(const WindowShape& shape, int num_tokens, LlOutput output,
                                 RowType row_type, int num_sms, const DeviceLimits& limits) {
   constexpr int64_t kStaticBytes = 2048;
-  constexpr int64_t kManyBytes = 512 << 10;  // a microsecond or more of the link
+  constexpr int64_t kManyBytes = 1 << 20;  // some microseconds of the link
   LlDispatchPlan plan{};
   plan.by_experts_per_tok = LlDivisor::of(shape.num_experts_per_tok);
   plan.by_experts_per_rank = LlDivisor::of(shape.experts_per_rank());

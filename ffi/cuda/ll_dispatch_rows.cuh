@@ -43,8 +43,10 @@ class LlDispatch {
     if (!p_.turn.send || !routes_in_shared(p_)) return;
     take(first_item());
     load_entries();
-    load();
+    const typename Wire::Loaded loaded = load();
     router_.prepare();
+    if (warp_id() == 0) resolve_entries();
+    value_ = Wire::encode(p_, loaded);
   }
 
   // All threads.
@@ -58,14 +60,15 @@ class LlDispatch {
   __device__ int first_item() const { return static_cast<int>(blockIdx.x); }
   __device__ int last_item() const {
     const int step = static_cast<int>(gridDim.x);
+    if (num_items_ <= step) return first_item();
     return first_item() + (num_items_ - 1 - first_item()) / step * step;
   }
   __device__ bool idle() const { return first_item() >= num_items_; }
   __device__ void take(int item) { item_ = LlItem::of(p_.plan.grid, item); }
 
-  __device__ void load() {
+  __device__ typename Wire::Loaded load() {
     if (idle()) item_.left = 0;
-    loaded_ = Wire::load(p_, item_);
+    return Wire::load(p_, item_);
   }
   // Lane k of the first warp: entry k of the item's token.
   __device__ void load_entries() {
@@ -84,7 +87,9 @@ class LlDispatch {
       if (!route_in_device_memory<Transport>(ctx_, p_)) return false;
       take(first_item());
       load_entries();
-      load();
+      if (warp_id() == 0) resolve_entries();
+      value_ = Wire::encode(p_, load());
+      __syncthreads();
     } else {
       router_.template send_counts<Transport>();
     }
@@ -93,12 +98,13 @@ class LlDispatch {
       if (item != first_item()) {
         take(item);
         load_entries();
-        load();
+        const typename Wire::Loaded loaded = load();
         __syncthreads();  // everybody has read the destinations
+        if (warp_id() == 0) resolve_entries();
+        value_ = Wire::encode(p_, loaded);
+        __syncthreads();
       }
-      value_ = Wire::encode(p_, loaded_);
       if (warp_id() == 0) send_records();
-      __syncthreads();
       if (!own_rows_first()) send_columns();
     }
     return true;
@@ -109,29 +115,36 @@ class LlDispatch {
     return p_.plan.own_rows_first && p_.turn.send && p_.turn.receive && blockIdx.x % 2 != 0;
   }
 
-  // One warp. Every rank learns of every token, also when nothing of it comes.
-  __device__ void send_records() {
+  // The first warp: what becomes of the token's entries, and which ranks need the token. A block
+  // barrier must follow.
+  __device__ void resolve_entries() {
     RouteFault fault;
-    const int expert = sanitise_token(expert_, p_.op.layout.shape.num_experts, &fault);
-    const bool active = lane_id() < num_experts_per_tok_;
-    const SendRoute route =
-        active ? router_.route_of(item_.token, expert) : SendRoute{-1, kNoRoute};
-    own_route_ = route.rank == ctx_.rank() ? route.route : kNoRoute;
-    const bool remote = route.rank >= 0 && route.rank != ctx_.rank();
-    const uint64_t destination = remote ? uint64_t{1} << route.rank : 0;
+    const int given = expert_;
+    expert_ = sanitise_token(given, p_.op.layout.shape.num_experts, &fault);
+    rank_ = expert_ >= 0 ? p_.plan.by_experts_per_rank.quotient(expert_) : -1;
+    const bool remote = rank_ >= 0 && rank_ != ctx_.rank();
+    const uint64_t destination = remote ? uint64_t{1} << rank_ : 0;
     const uint32_t low = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(destination));
     const uint32_t high = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(destination >> 32));
     if (lane_id() < 2) block_.destinations[lane_id()] = lane_id() == 0 ? low : high;
-    if (!item_.first_part || !active) return;
+    if (idle() || !item_.first_part || lane_id() >= num_experts_per_tok_) return;
     if (fault != RouteFault::kNone && routes_in_shared(p_)) block_.faulty = 1;
-    p_.sanitised_idx[int64_t{item_.token} * num_experts_per_tok_ + lane_id()] = expert;
+    p_.sanitised_idx[int64_t{item_.token} * num_experts_per_tok_ + lane_id()] = expert_;
+  }
+
+  // The first warp. Every rank learns of every token, also when nothing of it comes.
+  __device__ void send_records() {
+    if (lane_id() >= num_experts_per_tok_) return;
+    const uint32_t route = router_.route_of(item_.token, expert_, rank_);
+    own_route_ = rank_ == ctx_.rank() ? route : kNoRoute;
+    if (!item_.first_part) return;
     const int64_t offset =
         p_.op.layout.route_records(parity_of(ctx_.epoch), ctx_.rank(), item_.token) +
         lane_id() * kRecordBytes;
 #pragma unroll 1
     for (int r = 0; r < ctx_.num_ranks(); ++r) {
-      store_record(Transport::window(ctx_, r, offset), ctx_.epoch,
-                   r == route.rank ? route.route : kNoRoute, weight_);
+      store_record(Transport::window(ctx_, r, offset), ctx_.epoch, r == rank_ ? route : kNoRoute,
+                   weight_);
     }
   }
 
@@ -170,9 +183,10 @@ class LlDispatch {
     const int step = static_cast<int>(gridDim.x);
 #pragma unroll 1
     for (int item = idle() ? -1 : last_item(); item >= 0; item -= step, set ^= 1) {
+      typename Wire::Loaded loaded;
       if (!held) {
         take(item);
-        load();
+        loaded = load();
         record = look_at_record();
       }
       if (warp_id() == 0) {
@@ -182,7 +196,7 @@ class LlDispatch {
       }
       if (threadIdx.x < 2) block_.senders[set ^ 1][threadIdx.x] = 0;
       __syncthreads();
-      if (!held) value_ = Wire::encode(p_, loaded_);
+      if (!held) value_ = Wire::encode(p_, loaded);
       held = false;
       // Asked for before our own rows are written, which takes as long as the answers' way.
       const uint64_t senders = ranks_in(block_.senders[set]);
@@ -302,9 +316,10 @@ class LlDispatch {
   LlRouter router_;
   Places places_;
   LlItem item_;
-  typename Wire::Loaded loaded_;
   typename Wire::Columns value_;
+  // Of the first warp's lane k: entry k of the item's token, its expert and the expert's rank.
   int expert_ = -1;
+  int rank_ = -1;
   float weight_ = 0.0f;
   uint32_t own_route_ = kNoRoute;
 };

@@ -31,9 +31,8 @@ struct LlContext : OpContext {
 
   LlVerdict& verdict;
 
-  // All threads, before any may give up.
+  // One thread, before any may give up.
   __device__ void clear() const {
-    if (threadIdx.x != 0) return;
     block.aborted = 0;
     verdict.given = 0;
     verdict.deadline = 0;
@@ -104,7 +103,7 @@ struct LlItem {
   bool first_part;
 
   __device__ static LlItem of(const LlGrid& grid, int item) {
-    const int token = item / grid.num_parts;
+    const int token = grid.by_parts.quotient(item);
     const int part = item - token * grid.num_parts;
     const int begin = part * grid.part_columns;
     const int end = min(begin + grid.part_columns, grid.num_columns);
@@ -171,6 +170,12 @@ __device__ inline int64_t ll_tag_offset(const OpContext& ctx) {
                                             : layout.combine_tag(parity, ctx.rank());
 }
 
+// The threads that see to the peers, one each, are a block's last: its first warp has other things
+// to do while they wait for memory. Not below the number of ranks: none.
+__device__ inline int peer_of_thread() {
+  return static_cast<int>(blockDim.x) - 1 - static_cast<int>(threadIdx.x);
+}
+
 // What the beginning of an operation depends on. All of it is asked for before any of it is used:
 // one after the other, these loads would take longer than the payload's way.
 struct LlOpening {
@@ -184,10 +189,12 @@ struct LlOpening {
   char* window;
   char* control;
 
+  // All threads, first of all.
   __device__ static LlOpening read(const Operation& op, const LlTurn& turn) {
     const ControlLayout control = op.control_layout();
-    const int peer = min(static_cast<int>(threadIdx.x), op.num_ranks() - 1);
-    LlOpening o;
+    const int peer = peer_of_thread();
+    LlOpening o{};
+    if (peer >= op.num_ranks()) return o;
     o.window = op.peers->window[peer];
     o.control = op.peers->control[peer];
     o.open = op.peers->open;
@@ -203,12 +210,10 @@ struct LlOpening {
   }
 };
 
-// One thread per peer, of every block. A credit is sent before any is waited for, so that ranks
-// cannot wait for each other.
+// A credit is sent before any is waited for, so that ranks cannot wait for each other.
 __device__ inline bool greet_ll(const LlContext& ctx, const LlTurn& turn,
-                                const LlCounters& counters, const LlOpening& opening) {
+                                const LlCounters& counters, const LlOpening& opening, int peer) {
   const Operation& op = ctx.op;
-  const int peer = static_cast<int>(threadIdx.x);
   if (speaks_for_rank() && peer != ctx.rank()) {
     const int64_t offset = op.control_layout().credit(op.channel, ctx.rank());
     store_relaxed<kSystemScope>(reinterpret_cast<uint64_t*>(opening.control + offset),
@@ -236,16 +241,15 @@ __device__ inline void write_turn_outputs(const OpContext& ctx, const LlTurn& tu
   turn.ticket_out[1] = ticket.check;
 }
 
-// All threads of all blocks: greets the peers. False when the operation is aborted. A block
-// barrier.
-__device__ inline bool begin_ll(const LlContext& ctx, const LlTurn& turn,
-                                const LlCounters& counters, const LlOpening& opening) {
+// One thread per peer, of every block; true for all others.
+__device__ inline bool greet_peers(const LlContext& ctx, const LlTurn& turn,
+                                   const LlCounters& counters, const LlOpening& opening) {
   const Operation& op = ctx.op;
-  const int peer = static_cast<int>(threadIdx.x);
-  if (peer < op.num_ranks()) {
-    ctx.block.window[peer] = opening.window;
-    ctx.block.control[peer] = opening.control;
-  }
+  const int peer = peer_of_thread();
+  if (peer >= op.num_ranks()) return true;
+  if (peer == 0) ctx.clear();
+  ctx.block.window[peer] = opening.window;
+  ctx.block.control[peer] = opening.control;
   bool ready = opening.open != 0 && opening.poison == 0;
   if (ready && !in_turn(ctx, turn, counters, opening.pending, opening.generation)) {
     ready = false;
@@ -253,16 +257,23 @@ __device__ inline bool begin_ll(const LlContext& ctx, const LlTurn& turn,
       give_up_out_of_turn(ctx, turn, counters, opening.pending.epoch);
     }
   }
-  if (ready && peer < op.num_ranks()) ready = greet_ll(ctx, turn, counters, opening);
+  if (ready) ready = greet_ll(ctx, turn, counters, opening, peer);
   if (peer == 0 && speaks_for_rank()) write_turn_outputs(ctx, turn, opening.generation);
-  return __syncthreads_and(ready);
+  return ready;
 }
 
-// Threads of the speaking block, one per peer: the peer is at the same operation as we are. With
-// `waited`, how long it kept us waiting is added to it, modulo 2^32.
+// All threads of all blocks: greets the peers. False when the operation is aborted. A block
+// barrier.
+__device__ inline bool begin_ll(const LlContext& ctx, const LlTurn& turn,
+                                const LlCounters& counters, const LlOpening& opening) {
+  return __syncthreads_and(greet_peers(ctx, turn, counters, opening));
+}
+
+// All threads; those of the speaking block, one per peer: the peer is at the same operation as we
+// are. With `waited`, how long it kept us waiting is added to it, modulo 2^32.
 __device__ inline void meet_peers(const LlContext& ctx, const uint32_t* waited_before,
                                   uint32_t* waited) {
-  const int peer = static_cast<int>(threadIdx.x);
+  const int peer = peer_of_thread();
   if (!speaks_for_rank() || peer >= ctx.num_ranks()) return;
   const uint64_t begin = waited != nullptr ? nanoseconds() : 0;
   check_tag(ctx, peer);

@@ -120,14 +120,13 @@ class LlRouter {
     for (int r = blockIdx.x; r < ctx_.num_ranks(); r += gridDim.x) send_counts<Transport>(r);
   }
 
-  // Lanes below K of one warp: the route of entry k, whose expert is sanitised.
-  __device__ SendRoute route_of(int token, int expert) const {
-    const int64_t entry = int64_t{token} * num_experts_per_tok_ + lane_id();
-    if (!routes_in_shared(p_)) return p_.op.scratch.routes[entry];
-    if (expert < 0) return {-1, kNoRoute};
-    const int rank = p_.plan.by_experts_per_rank.quotient(expert);
-    const int local = expert - rank * p_.plan.experts_per_rank;
-    return {rank, pack_route(local, tokens_before(expert, token))};
+  // Lanes below K of one warp: the route of entry k, whose expert is sanitised and lives on `rank`.
+  __device__ uint32_t route_of(int token, int expert, int rank) const {
+    if (!routes_in_shared(p_)) {
+      return p_.op.scratch.routes[int64_t{token} * num_experts_per_tok_ + lane_id()].route;
+    }
+    if (expert < 0) return kNoRoute;
+    return pack_route(expert - rank * p_.plan.experts_per_rank, tokens_before(expert, token));
   }
 
  private:

@@ -32,17 +32,9 @@ class LlRows {
         list_(reinterpret_cast<LlRow*>(shared + p.plan.list_offset)),
         stage_(shared + p.plan.stage_offset) {}
 
-  // One warp, before anything else.
-  __device__ void prepare() const {
-#if defined(JAX_EP_BULK_COPY)
-    if (lane_id() < 2) barrier_init(&state_.here[lane_id()], 1);
-    barrier_init_fence();
-    __syncwarp();
-#endif
-  }
-
-  // The same warp, when nobody reads the last item's rows any more. A block barrier must follow.
-  __device__ void find(const LlItem& item, const LlRowUse& use) const {
+  // One warp, when nobody reads the last item's rows any more. A block barrier must follow. turn:
+  // how many items were found before this one.
+  __device__ void find(const LlItem& item, const LlRowUse& use, uint32_t turn) const {
     const int num_experts_per_tok = p_.op.layout.shape.num_experts_per_tok;
     const int entries = ctx_.num_ranks() * num_experts_per_tok;
     const int remote_entries = entries - num_experts_per_tok;
@@ -50,11 +42,12 @@ class LlRows {
 #pragma unroll 1
     for (int first = 0; first < entries; first += kWarp) {
       const int entry = first + lane_id();
-      const int turn = p_.plan.by_experts_per_tok.quotient(entry);
-      int source = ctx_.rank() + 1 + turn;
+      const int distance = p_.plan.by_experts_per_tok.quotient(entry);
+      int source = ctx_.rank() + 1 + distance;
       if (source >= ctx_.num_ranks()) source -= ctx_.num_ranks();
-      const int k = entry - turn * num_experts_per_tok;
+      const int k = entry - distance * num_experts_per_tok;
       const int row = entry < entries ? row_at(item, source, k) : -1;
+      if (turn == 0 && first == 0) set_up_barriers();  // while the load is on its way
       add(item, use, entry < remote_entries, source, row, &found);
     }
     const uint32_t low = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(found.present));
@@ -70,7 +63,7 @@ class LlRows {
 #endif
   }
 
-  // All threads that read rows. turn: how many items were found before this one.
+  // All threads that read rows, with find()'s turn.
   __device__ void wait_for_remote(uint32_t turn) const { wait(0, turn); }
   __device__ void wait_for_own(uint32_t turn) const { wait(1, turn); }
 
@@ -90,6 +83,14 @@ class LlRows {
   }
 
  private:
+  __device__ void set_up_barriers() const {
+#if defined(JAX_EP_BULK_COPY)
+    if (lane_id() < 2) barrier_init(&state_.here[lane_id()], 1);
+    barrier_init_fence();
+    __syncwarp();
+#endif
+  }
+
   // By one warp, so far; `present` differs between its lanes.
   struct Found {
     int rows;

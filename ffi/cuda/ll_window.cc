@@ -34,6 +34,7 @@ LlGrid grid_of(int num_tokens, int num_columns, int units, int64_t shared_bytes,
   const int parts = std::clamp(wanted, fewest_parts, std::max(fewest_parts, most_parts));
   grid.part_columns = static_cast<int>(align_up((num_columns + parts - 1) / parts, kColumnGroup));
   grid.num_parts = (num_columns + grid.part_columns - 1) / grid.part_columns;
+  grid.by_parts = LlDivisor::of(grid.num_parts);
   // Two warps at least, and a thread for every rank.
   const int threads = (grid.part_columns + units - 1) / units;
   grid.threads = static_cast<int>(std::max<int64_t>(64, align_up(threads, 32)));

@@ -29,19 +29,6 @@ struct LlTurn {
   static LlTurn done(const uint32_t* ticket) { return {false, true, nullptr, ticket, nullptr}; }
 };
 
-// A block takes items of (token, part of its columns) in turn; of an item, a thread moves one
-// column, or more where that makes fewer turns.
-struct LlGrid {
-  int num_blocks;
-  int threads;
-  int units;        // columns that a thread moves at most
-  int num_columns;  // of a row
-  int num_parts;
-  int part_columns;
-
-  JAX_EP_HD int num_items(int num_tokens) const { return num_tokens * num_parts; }
-};
-
 // Division by a number below 2^16 that is known at the launch, of dividends below 2^22: kernels of
 // a few microseconds feel every instruction that has to be fetched, and a division is two dozen.
 // The reciprocal is less than 2^-40 too large, so the quotient less than 2^-18.
@@ -55,6 +42,20 @@ struct LlDivisor {
   JAX_EP_HD int quotient(int dividend) const {
     return static_cast<int>((static_cast<uint64_t>(dividend) * reciprocal) >> 40);
   }
+};
+
+// A block takes items of (token, part of its columns) in turn; of an item, a thread moves one
+// column, or more where that makes fewer turns.
+struct LlGrid {
+  int num_blocks;
+  int threads;
+  int units;        // columns that a thread moves at most
+  int num_columns;  // of a row
+  int num_parts;
+  LlDivisor by_parts;
+  int part_columns;
+
+  JAX_EP_HD int num_items(int num_tokens) const { return num_tokens * num_parts; }
 };
 
 constexpr int kLlMaxThreads =
