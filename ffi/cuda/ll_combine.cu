@@ -60,7 +60,7 @@ LlCombinePlan plan_ll_combine(const WindowShape& shape, int num_tokens, int num_
 cudaError_t prepare_ll_combine() {
   for (const RowType type : {RowType::kFloat32, RowType::kBFloat16, RowType::kFloat16}) {
     const cudaError_t error =
-        prepare_kernel(reinterpret_cast<const void*>(kernel_of<PeerTransport>(type)));
+        prepare_kernel(reinterpret_cast<const void*>(kernel_of<GroupTransport>(type)));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -68,7 +68,7 @@ cudaError_t prepare_ll_combine() {
 
 cudaError_t launch_ll_combine(const LlCombineParams& params, cudaStream_t stream) {
   const LlGrid& grid = params.plan.grid;
-  const Kernel kernel = kernel_of<PeerTransport>(params.row_type);
+  const Kernel kernel = kernel_of<GroupTransport>(params.row_type);
   kernel<<<grid.num_blocks, grid.threads, static_cast<size_t>(params.plan.shared_bytes), stream>>>(
       params);
   return cudaGetLastError();

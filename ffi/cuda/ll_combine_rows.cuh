@@ -5,6 +5,7 @@
 
 #include "cuda/ll_combine.h"
 #include "cuda/ll_payload.cuh"
+#include "cuda/ll_puts.cuh"
 #include "cuda/messages.cuh"
 #include "cuda/vectors.cuh"
 
@@ -175,6 +176,7 @@ class LlCombine {
     if (item_.first_part && warp_id() == 0) send_flags();
     if (item_.first_part && warp_id() == 1 && p_.row_scalars != nullptr) send_scalars();
     if (item_.has_column) send_column();
+    put_sums();
   }
 
   // One warp: of the sums that do not come.
@@ -195,9 +197,8 @@ class LlCombine {
       if (r == ctx_.rank() || (present >> r & 1) == 0) continue;
       const int row = row_at(r, lane_id());
       const float scalar = row >= 0 ? p_.row_scalars[row] : 0.0f;
-      char* to = Transport::window(ctx_, r, scalars_offset(ctx_.rank()));
-      store_relaxed<kSystemScope>(reinterpret_cast<uint32_t*>(to) + lane_id(),
-                                  without_sentinel(__float_as_uint(scalar)));
+      Transport::send_word(ctx_, r, scalars_offset(ctx_.rank()), lane_id(),
+                           without_sentinel(__float_as_uint(scalar)));
     }
   }
 
@@ -221,6 +222,16 @@ class LlCombine {
         for (int e = 0; e < Vector::kElements; ++e) sum[e] = 0.0f;
       }
     }
+  }
+
+  // All threads: what lies in the send region.
+  __device__ void put_sums() const {
+    const uint64_t ranks = read_mask(block_.present) & ~(uint64_t{1} << ctx_.rank());
+    put_to_remote<Transport>(ctx_, ranks, [&](int rank) {
+      const int64_t row = p_.op.layout.combine_row(parity_of(ctx_.epoch), ctx_.rank(), item_.token);
+      Transport::put(ctx_, rank, row + int64_t{item_.part_begin} * 16,
+                     int64_t{item_.part_end - item_.part_begin} * 16);
+    });
   }
 
   __device__ void load_rows(int first, int end, uint4 (&v)[kAtOnce],

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/ll_place.cuh"
+#include "cuda/ll_puts.cuh"
 #include "cuda/ll_route.cuh"
 #include "cuda/ll_wire.cuh"
 #include "cuda/messages.cuh"
@@ -100,6 +101,7 @@ class LlDispatch {
       if (warp_id() == 0) send_records();
       __syncthreads();
       if (item_.has_column) send_column();
+      put_item();
     }
     return true;
   }
@@ -148,6 +150,23 @@ class LlDispatch {
         later = 0;
       }
     }
+  }
+
+  // All threads: what lies in send regions, records first.
+  __device__ void put_item() const {
+    const WindowLayout& layout = p_.op.layout;
+    const int parity = parity_of(ctx_.epoch);
+    const uint64_t named = ranks_in(block_.destinations);
+    put_to_remote<Transport>(ctx_, item_.first_part ? others() : named, [&](int rank) {
+      if (item_.first_part) {
+        Transport::put(ctx_, rank, layout.route_records(parity, ctx_.rank(), item_.token),
+                       kRecordBytes * num_experts_per_tok_);
+      }
+      if ((named >> rank & 1) == 0) return;
+      Wire::template put<Transport>(ctx_, p_, rank,
+                                    layout.dispatch_message(parity, ctx_.rank(), item_.token),
+                                    item_.part_begin, item_.part_end);
+    });
   }
 
   // ---- Receiving.

@@ -101,13 +101,18 @@ struct LlItem {
   int column;
   bool first_part;
   bool has_column;  // this thread has
+  int part_begin;   // columns of the part
+  int part_end;
 
   __device__ static LlItem of(const LlGrid& grid, int item) {
     const int token = item / grid.num_parts;
     const int part = item - token * grid.num_parts;
     const int thread = static_cast<int>(threadIdx.x);
-    const int column = part * grid.part_columns + thread;
-    return {token, column, part == 0, thread < grid.part_columns && column < grid.num_columns};
+    const int begin = part * grid.part_columns;
+    const int column = begin + thread;
+    return {token,     column,
+            part == 0, thread < grid.part_columns && column < grid.num_columns,
+            begin,     min(begin + grid.part_columns, grid.num_columns)};
   }
 };
 
@@ -204,15 +209,14 @@ __device__ inline bool greet_ll(const LlContext& ctx, const LlTurn& turn,
   const int peer = static_cast<int>(threadIdx.x);
   if (speaks_for_rank() && peer != ctx.rank()) {
     const int64_t offset = op.control_layout().credit(op.channel, ctx.rank());
-    store_relaxed<kSystemScope>(reinterpret_cast<uint64_t*>(opening.control + offset),
-                                counters.done);
+    GroupTransport::store_control(op, opening.control, peer, offset, counters.done);
   }
   if (turn.send) {
     const bool may_start = peer == ctx.rank() || may_write(ctx.epoch, opening.credit);
     if (!may_start && !wait_for_credit(ctx, peer, ctx.epoch)) return false;
     if (speaks_for_rank()) {
-      store_relaxed<kSystemScope>(reinterpret_cast<uint64_t*>(opening.window + ll_tag_offset(ctx)),
-                                  epoch_word(ctx.epoch, op.tag));
+      GroupTransport::store_window(op, opening.window, peer, ll_tag_offset(ctx),
+                                   epoch_word(ctx.epoch, op.tag));
     }
   }
   if (!speaks_for_rank() || peer != 0 || opening.rank_operand == ctx.rank()) return true;
@@ -246,6 +250,10 @@ __device__ inline bool begin_ll(const LlContext& ctx, const LlTurn& turn,
       give_up_out_of_turn(ctx, turn, counters, opening.pending.epoch);
     }
   }
+  // A put of this launch must not be overtaken by one of an earlier launch for the same word: of a
+  // credit, or of a flag that nobody need have waited for. Puts of the block come after this
+  // warp's.
+  if (ready && warp_id() * kWarp < op.num_ranks()) GroupTransport::order(op);
   if (ready && peer < op.num_ranks()) ready = greet_ll(ctx, turn, counters, opening);
   if (peer == 0 && speaks_for_rank()) write_turn_outputs(ctx, turn, opening.generation);
   return __syncthreads_and(ready);
@@ -328,8 +336,7 @@ __device__ inline void send_credits(const OpContext& ctx) {
   if (peer >= ctx.num_ranks() || peer == ctx.rank()) return;
   if (ctx.op.peers->open == 0) return;
   const int64_t offset = ctx.op.control_layout().credit(ctx.op.channel, ctx.rank());
-  char* control = ctx.op.peers->control[peer];
-  store_release<kSystemScope>(reinterpret_cast<uint64_t*>(control + offset), ctx.epoch);
+  GroupTransport::release_control(ctx.op, ctx.op.peers->control[peer], peer, offset, ctx.epoch);
 }
 
 }  // namespace jax_ep::gpu

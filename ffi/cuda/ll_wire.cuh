@@ -3,6 +3,7 @@
 //   Loaded                                       from x
 //   Column encode(p, loaded)                     as on the wire; all lanes of a warp
 //   void send(slot, column, value)               to a peer
+//   void put(rank, message, begin, end)          a warp: what the block has sent of these columns
 //   Column look(slot, column), Column wait(...)  from a peer; puts the sentinels back
 //   Output decode(p, value)                      all lanes of a warp
 //   void store(p, row, column, output)
@@ -33,6 +34,11 @@ struct PlainWire {
   __device__ static void send(const LlDispatchParams&, char* slot, int column,
                               const Column& value) {
     store_words(slot + int64_t{column} * 16, value);
+  }
+  template <class Transport>
+  __device__ static void put(const LlContext& ctx, const LlDispatchParams&, int rank,
+                             int64_t message, int begin, int end) {
+    Transport::put(ctx, rank, message + int64_t{begin} * 16, int64_t{end - begin} * 16);
   }
   __device__ static Column look(const LlDispatchParams&, const char* slot, int column) {
     return load_words(slot + int64_t{column} * 16);
@@ -101,8 +107,11 @@ struct QuantizedWire {
     return {without_sentinel(column.data), without_sentinel(__float_as_uint(column.scale))};
   }
 
+  __device__ static int64_t scale_offset(const LlDispatchParams& p, int column) {
+    return wire_scales_offset(hidden_of(p)) + int64_t{column / kThreadsPerScale} * 4;
+  }
   __device__ static char* scale_at(const LlDispatchParams& p, char* slot, int column) {
-    return slot + wire_scales_offset(hidden_of(p)) + int64_t{column / kThreadsPerScale} * 4;
+    return slot + scale_offset(p, column);
   }
   __device__ static void send(const LlDispatchParams& p, char* slot, int column,
                               const Column& value) {
@@ -111,6 +120,14 @@ struct QuantizedWire {
       store_relaxed<kSystemScope>(reinterpret_cast<uint32_t*>(scale_at(p, slot, column)),
                                   value.scale);
     }
+  }
+  // A part begins with a scale of its own.
+  template <class Transport>
+  __device__ static void put(const LlContext& ctx, const LlDispatchParams& p, int rank,
+                             int64_t message, int begin, int end) {
+    PlainWire::put<Transport>(ctx, p, rank, message, begin, end);
+    const int scales = (end - begin + kThreadsPerScale - 1) / kThreadsPerScale;
+    Transport::put(ctx, rank, message + scale_offset(p, begin), int64_t{4} * scales);
   }
   __device__ static Column look(const LlDispatchParams&, const char* slot, int column) {
     return {load_words(slot + int64_t{column} * 16), 0};

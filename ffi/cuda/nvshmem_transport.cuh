@@ -70,6 +70,25 @@ struct NvshmemTransport {
     }
   }
 
+  // Word `index` of those at `offset`, which says by itself that it has come.
+  template <class Context>
+  __device__ static void send_word(const Context& ctx, int rank, int64_t offset, int index,
+                                   uint32_t value) {
+    signal(ctx, rank, offset + int64_t{4} * index, value);
+  }
+
+  // As signal(), before the block has the windows' addresses in common: `window` is the rank's,
+  // null where it cannot be addressed.
+  template <class T>
+  __device__ static void store_window(const Operation& op, char* window, int rank, int64_t offset,
+                                      T value) {
+    if (window == nullptr) {
+      put_word(op.peers->window[op.rank] + offset, value, op.peers->pe[rank]);
+    } else {
+      store_relaxed<kSystemScope>(reinterpret_cast<T*>(window + offset), value);
+    }
+  }
+
   // A word of payload to a remote rank: the flag that stands for it comes after order().
   template <class Context>
   __device__ static void put_scalar(const Context& ctx, int rank, int64_t offset, float value) {
