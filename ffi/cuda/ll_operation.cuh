@@ -250,10 +250,11 @@ __device__ inline bool begin_ll(const LlContext& ctx, const LlTurn& turn,
       give_up_out_of_turn(ctx, turn, counters, opening.pending.epoch);
     }
   }
-  // A put of this launch must not be overtaken by one of an earlier launch for the same word: of a
-  // credit, or of a flag that nobody need have waited for. Puts of the block come after this
-  // warp's.
-  if (ready && warp_id() * kWarp < op.num_ranks()) GroupTransport::order(op);
+  // Puts of an earlier launch must not arrive after those of this one for the same word: a credit,
+  // or a flag of combine that nobody need have waited for. All other words have been read by now.
+  // Whole warps, whatever their threads have found: they meet inside.
+  const bool may_overtake = speaks_for_rank() || (op.channel == kCombineChannel && turn.send);
+  if (may_overtake && warp_id() * kWarp < op.num_ranks()) GroupTransport::order(op);
   if (ready && peer < op.num_ranks()) ready = greet_ll(ctx, turn, counters, opening);
   if (peer == 0 && speaks_for_rank()) write_turn_outputs(ctx, turn, opening.generation);
   return __syncthreads_and(ready);

@@ -3,9 +3,9 @@
 // send region and puts it from there; words travel by themselves, in a put each.
 //
 // What is put may arrive in any order, so what must not overtake has a fence between: rows and
-// their flags, one credit and the next, one operation and the next. NVSHMEM's fence orders all that
-// this GPU has put before, whichever thread did: a barrier of the warp between put and fence is
-// enough.
+// their flags (low latency has none: ll_puts.cuh), one credit and the next, one operation and the
+// next. NVSHMEM's fence orders all that this GPU has put before, whichever thread did: a barrier of
+// the warp between put and fence is enough.
 #pragma once
 
 #include <type_traits>
