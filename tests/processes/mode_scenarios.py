@@ -90,7 +90,7 @@ def low_latency_results(
 ) -> dict[str, jax.Array]:
     """All results of a case, by ranks of ``mesh``; run twice, for epochs of either parity."""
     problem = low_latency_problem(case, layout, seed)
-    config = programs.make_config(case, mode="low_latency")
+    config = programs.make_config(case, mode="low_latency", timeout_s=20)
     with jax_ep.Buffer(mesh, "expert", config, backend="native") as buffer:
         return results_of(buffer, low_latency_everything(buffer, case, layout), problem)
 
