@@ -57,7 +57,6 @@ add_library(jax_ep_nvshmem STATIC
   ffi/cuda/ll_dispatch.cu
   ffi/cuda/ll_window.cc
   ffi/cuda/notify.cu
-  ffi/cuda/nvshmem_calls.cu
   ffi/transport/cuda_nvshmem.cu
   $<TARGET_OBJECTS:jax_ep_cuda_host>)
 set_target_properties(jax_ep_nvshmem PROPERTIES CUDA_SEPARABLE_COMPILATION ON)

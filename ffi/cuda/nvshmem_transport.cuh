@@ -10,9 +10,9 @@
 
 #include <type_traits>
 
-#include "cuda/nvshmem_calls.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/window.h"
+#include "transport/cuda_nvshmem_calls.cuh"
 
 namespace jax_ep::gpu {
 

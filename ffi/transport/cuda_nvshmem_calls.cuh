@@ -1,5 +1,5 @@
 // The functions of NVSHMEM's that kernels call, by addresses in this rank's own memory. They are
-// compiled in nvshmem_calls.cu alone: NVSHMEM's headers cost a file more time than our kernels do.
+// compiled in cuda_nvshmem.cu alone: NVSHMEM's headers cost a file more time than our kernels do.
 #pragma once
 
 #include <cstddef>
