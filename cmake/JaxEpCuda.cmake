@@ -54,7 +54,6 @@ add_library(jax_ep_cuda_host OBJECT
   ffi/cuda/cuda_group.cc
   ffi/cuda/cuda_rank.cc
   ffi/cuda/float8_rows.cu
-  ffi/cuda/ll_window.cc
   ffi/cuda/scratch.cu
   ffi/protocol/error_text.cc
   ffi/transport/cuda_counters.cc
@@ -69,6 +68,7 @@ add_library(jax_ep_cuda STATIC
   ffi/cuda/ll_combine.cu
   ffi/cuda/ll_combine_grad.cu
   ffi/cuda/ll_dispatch.cu
+  ffi/cuda/ll_window.cc
   ffi/cuda/notify.cu
   $<TARGET_OBJECTS:jax_ep_cuda_host>)
 foreach(target jax_ep_cuda_host jax_ep_cuda)
@@ -87,6 +87,8 @@ add_library(jax_ep_cuda_handlers OBJECT
   ffi/handlers/call.cc
   ffi/handlers/cuda_call.cc
   ffi/handlers/cuda_handlers.cc
+  ffi/handlers/cuda_low_latency.cc
+  ffi/handlers/low_latency_operands.cc
   ffi/handlers/notify_operands.cc
   ffi/handlers/operands.cc
   ffi/handlers/shapes.cc)
@@ -96,8 +98,6 @@ target_include_directories(jax_ep_cuda_handlers SYSTEM PRIVATE "${XLA_FFI_INCLUD
 target_compile_options(jax_ep_cuda_handlers PRIVATE -Wall -Wextra)
 
 nanobind_add_module(_ffi_cuda NB_STATIC STABLE_ABI
-  ffi/handlers/cuda_low_latency.cc
-  ffi/handlers/low_latency_operands.cc
   ffi/cuda_module.cc
   $<TARGET_OBJECTS:jax_ep_cuda_handlers>)
 target_include_directories(_ffi_cuda SYSTEM PRIVATE "${XLA_FFI_INCLUDE_DIR}")

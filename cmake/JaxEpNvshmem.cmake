@@ -52,7 +52,10 @@ add_library(jax_ep_nvshmem STATIC
   ffi/cuda/combine.cu
   ffi/cuda/combine_grad.cu
   ffi/cuda/dispatch.cu
-  ffi/cuda/ll_absent.cc
+  ffi/cuda/ll_combine.cu
+  ffi/cuda/ll_combine_grad.cu
+  ffi/cuda/ll_dispatch.cu
+  ffi/cuda/ll_window.cc
   ffi/cuda/notify.cu
   ffi/transport/cuda_nvshmem.cu
   $<TARGET_OBJECTS:jax_ep_cuda_host>)

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cuda_shared_module.h"
-#include "handlers/cuda_low_latency.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -16,24 +15,7 @@ using namespace nb::literals;
 namespace jax_ep::gpu {
 namespace {
 
-nb::dict registrations() {
-  nb::dict targets = handlers_of_operations();
-  const std::pair<const char*, Handler> low_latency[] = {
-      {"jax_ep_ll_dispatch", jax_ep_ll_dispatch_cuda},
-      {"jax_ep_ll_dispatch_start", jax_ep_ll_dispatch_start_cuda},
-      {"jax_ep_ll_dispatch_done", jax_ep_ll_dispatch_done_cuda},
-      {"jax_ep_ll_dispatch_float8", jax_ep_ll_dispatch_cuda},
-      {"jax_ep_ll_dispatch_float8_start", jax_ep_ll_dispatch_start_cuda},
-      {"jax_ep_ll_dispatch_float8_done", jax_ep_ll_dispatch_done_cuda},
-      {"jax_ep_ll_combine", jax_ep_ll_combine_cuda},
-      {"jax_ep_ll_combine_start", jax_ep_ll_combine_start_cuda},
-      {"jax_ep_ll_combine_done", jax_ep_ll_combine_done_cuda},
-      {"jax_ep_ll_combine_grad", jax_ep_ll_combine_grad_cuda}};
-  for (const auto& [name, handler] : low_latency) {
-    targets[name] = handler_stages(jax_ep_instantiate_cuda, handler);
-  }
-  return targets;
-}
+nb::dict registrations() { return handlers_of_operations(); }
 
 nb::dict type_registrations() { return site_registration("jax_ep_site_cuda"); }
 

@@ -1,17 +1,17 @@
-// What the modules of GPUs have in common: the targets of high throughput, and the life of buffers
-// once they are made.
+// What the modules of GPUs have in common: the targets, and the life of buffers once they are made.
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/cuda_buffer.h"
 #include "handlers/cuda_handlers.h"
+#include "handlers/cuda_low_latency.h"
 #include "shared_module.h"
 
 namespace jax_ep::gpu {
 
-// Of the operations in high throughput.
 inline nanobind::dict handlers_of_operations() {
   nanobind::dict targets;
   targets["jax_ep_dispatch"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_dispatch_cuda);
@@ -25,6 +25,20 @@ inline nanobind::dict handlers_of_operations() {
   targets["jax_ep_combine"] = handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_cuda);
   targets["jax_ep_combine_grad"] =
       handler_stages(jax_ep_instantiate_cuda, jax_ep_combine_grad_cuda);
+  const std::pair<const char*, Handler> low_latency[] = {
+      {"jax_ep_ll_dispatch", jax_ep_ll_dispatch_cuda},
+      {"jax_ep_ll_dispatch_start", jax_ep_ll_dispatch_start_cuda},
+      {"jax_ep_ll_dispatch_done", jax_ep_ll_dispatch_done_cuda},
+      {"jax_ep_ll_dispatch_float8", jax_ep_ll_dispatch_cuda},
+      {"jax_ep_ll_dispatch_float8_start", jax_ep_ll_dispatch_start_cuda},
+      {"jax_ep_ll_dispatch_float8_done", jax_ep_ll_dispatch_done_cuda},
+      {"jax_ep_ll_combine", jax_ep_ll_combine_cuda},
+      {"jax_ep_ll_combine_start", jax_ep_ll_combine_start_cuda},
+      {"jax_ep_ll_combine_done", jax_ep_ll_combine_done_cuda},
+      {"jax_ep_ll_combine_grad", jax_ep_ll_combine_grad_cuda}};
+  for (const auto& [name, handler] : low_latency) {
+    targets[name] = handler_stages(jax_ep_instantiate_cuda, handler);
+  }
   return targets;
 }
 

@@ -94,15 +94,15 @@ void drop_reservation(int64_t id) { Reservations::instance().remove(id); }
 int64_t create_buffer(std::vector<std::vector<int>> device_ordinals, int num_experts,
                       int num_experts_per_tok, int64_t hidden, int itemsize, int tokens_per_epoch,
                       int max_tokens_per_rank, double timeout_s, int64_t fingerprint, int num_sms,
-                      bool staging, int64_t id) {
+                      bool low_latency, bool staging, int64_t id) {
   require_devices(device_ordinals);
   nb::gil_scoped_release release;
   std::shared_ptr<NvshmemMemory> memory = Reservations::instance().find(id);
   Reservations::instance().remove(id);
-  auto buffer = create_cuda_buffer(
-      id, {std::move(device_ordinals), num_experts, num_experts_per_tok, hidden, itemsize,
-           tokens_per_epoch, max_tokens_per_rank, timeout_s, fingerprint, num_sms,
-           /*low_latency=*/false, staging, std::move(memory)});
+  auto buffer =
+      create_cuda_buffer(id, {std::move(device_ordinals), num_experts, num_experts_per_tok, hidden,
+                              itemsize, tokens_per_epoch, max_tokens_per_rank, timeout_s,
+                              fingerprint, num_sms, low_latency, staging, std::move(memory)});
   buffer->join_symmetric();
   return id;
 }
@@ -127,7 +127,7 @@ NB_MODULE(_ffi_nvshmem, m) {
   m.def("create_buffer", &create_buffer, nb::kw_only(), "device_ordinals"_a, "num_experts"_a,
         "num_experts_per_tok"_a, "hidden"_a, "itemsize"_a, "tokens_per_epoch"_a,
         "max_tokens_per_rank"_a, "timeout_s"_a, "fingerprint"_a, "num_sms"_a = 0,
-        "staging"_a = false, "id"_a);
+        "low_latency"_a = false, "staging"_a = false, "id"_a);
   m.def("next_buffer_id", &next_buffer_id);
   define_buffers(m);
 }

@@ -252,7 +252,7 @@ def _half(target: str, layout: RouteLayout, operands, results, **attributes: int
     # run twice. It does not look behind barriers, which cost nothing but the slice's copy.
     results = _half_p.bind(
         *lax.optimization_barrier(operands),
-        target=target,
+        target=target + layout.target_suffix,
         results=tuple(
             jax.typeof(_primitives._result_type(shape, dtype, operands[0]))
             for shape, dtype in results

@@ -57,7 +57,7 @@ class Process:
     has_nvshmem: bool
 
 
-def module_for_gpus(processes: Sequence[Process], wishes: Wishes, mode: str) -> str:
+def module_for_gpus(processes: Sequence[Process], wishes: Wishes) -> str:
     """``"cuda"`` (CUDA IPC, one host) or ``"nvshmem"``: the module for GPUs of these processes.
 
     Raises:
@@ -80,11 +80,6 @@ def module_for_gpus(processes: Sequence[Process], wishes: Wishes, mode: str) -> 
             f"{why} every process must have one GPU in the mesh, and process {several.index} has "
             f"{several.gpus}: start one process per GPU across nodes "
             "(jax.distributed.initialize(..., local_device_ids=[i])), or pass backend='reference'"
-        )
-    if mode == "low_latency":
-        raise EpUsageError(
-            f"{why} rows travel over NVSHMEM, which mode='low_latency' is not offered for: use "
-            "mode='high_throughput', processes of one host, or backend='reference'"
         )
     without = next((p for p in processes if not p.has_nvshmem), None)
     if without is not None:

@@ -88,7 +88,7 @@ def compare(
     peers.compare("make a buffer", facts)
 
 
-def module_for(platform: str, config: EpConfig, members: Members) -> str:
+def module_for(platform: str, members: Members) -> str:
     """The name of the module that serves the buffer, the same in all its processes.
 
     Raises:
@@ -107,7 +107,6 @@ def module_for(platform: str, config: EpConfig, members: Members) -> str:
             for index, facts in zip(peers.processes, everyone, strict=True)
         ],
         _transports.Wishes.read(),
-        config.mode,
     )
 
 
@@ -137,7 +136,6 @@ def create(
     }
     if platform in ("cuda", "nvshmem"):
         settings["num_sms"] = config.num_sms or 0
-    if platform == "cuda":
         settings["low_latency"] = config.mode == "low_latency"
     peers = members.peers
     if not peers.are_several:
@@ -316,6 +314,7 @@ def _reserve(
         num_experts_per_tok=config.num_experts_per_tok,
         row_bytes=config.row_bytes,
         staging=staging,
+        records=config.mode == "low_latency",
     )["total_bytes"]
     number = _transports.window_for_all([windows for _, windows in everyone], num_bytes)
     if number < 0:

@@ -91,7 +91,7 @@ class Buffer:
         _windows.compare(self._peers, mesh, self._axis_names, config, self._backend)
         members = _windows.Members(mesh, self._axis_names, self._peers)
         if self._native is not None:
-            platform = _windows.module_for(platform, config, members)
+            platform = _windows.module_for(platform, members)
             with self._peers.failures_told():
                 self._native = _native.load(platform)
         if self._native is None:

@@ -77,7 +77,7 @@ LlCombinePlan plan_ll_combine(const WindowShape& shape, int num_tokens, int num_
 cudaError_t prepare_ll_combine() {
   for (const RowType type : {RowType::kFloat32, RowType::kBFloat16, RowType::kFloat16}) {
     for (int units = 1; units <= kLlMaxUnits; ++units) {
-      const Kernel kernel = kernel_of<PeerTransport>(type, units);
+      const Kernel kernel = kernel_of<GroupTransport>(type, units);
       const cudaError_t error = prepare_kernel(reinterpret_cast<const void*>(kernel));
       if (error != cudaSuccess) return error;
     }
@@ -87,7 +87,7 @@ cudaError_t prepare_ll_combine() {
 
 cudaError_t launch_ll_combine(const LlCombineParams& params, cudaStream_t stream) {
   const LlGrid& grid = params.plan.grid;
-  const Kernel kernel = kernel_of<PeerTransport>(params.row_type, grid.units);
+  const Kernel kernel = kernel_of<GroupTransport>(params.row_type, grid.units);
   kernel<<<grid.num_blocks, grid.threads, static_cast<size_t>(params.plan.shared_bytes), stream>>>(
       params);
   return cudaGetLastError();

@@ -4,6 +4,7 @@
 #include "cuda/combine_grad_plain.cuh"
 #include "cuda/ll_combine_grad.h"
 #include "cuda/ll_payload.cuh"
+#include "cuda/ll_puts.cuh"
 
 namespace jax_ep::gpu {
 namespace {
@@ -64,6 +65,10 @@ class LlCombineGrad {
         store_words(slot + int64_t{v} * 16, value);
       }
     }
+    const uint64_t ranks = static_cast<uint64_t>(destinations_[1]) << 32 | destinations_[0];
+    put_to_remote<Transport>(ctx_, ranks, [&](int rank) {
+      Transport::put(ctx_, rank, slot_offset({ctx_.rank(), token}), p_.op.layout.shape.row_bytes);
+    });
     __syncthreads();  // everybody has read the destinations
   }
 
@@ -152,7 +157,7 @@ Kernel kernel_of(RowType type) {
 cudaError_t prepare_ll_combine_grad() {
   for (const RowType type : {RowType::kFloat32, RowType::kBFloat16, RowType::kFloat16}) {
     const cudaError_t error =
-        prepare_kernel(reinterpret_cast<const void*>(kernel_of<PeerTransport>(type)));
+        prepare_kernel(reinterpret_cast<const void*>(kernel_of<GroupTransport>(type)));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -163,7 +168,7 @@ int plan_ll_combine_grad(int num_tokens, int num_sms) {
 }
 
 cudaError_t launch_ll_combine_grad(const LlCombineGradParams& params, cudaStream_t stream) {
-  kernel_of<PeerTransport>(params.grad.row_type)<<<params.num_blocks, kThreads, 0, stream>>>(
+  kernel_of<GroupTransport>(params.grad.row_type)<<<params.num_blocks, kThreads, 0, stream>>>(
       params);
   return cudaGetLastError();
 }

@@ -3,6 +3,7 @@
 // sums for our own token of this number are received and added up.
 #pragma once
 
+#include "cuda/ll_puts.cuh"
 #include "cuda/ll_rows.cuh"
 #include "cuda/messages.cuh"
 #include "cuda/vectors.cuh"
@@ -180,6 +181,7 @@ class LlCombine {
     if (item_.first_part && warp_id() == 0) send_flags();
     if (item_.first_part && warp_id() == 1 && p_.row_scalars != nullptr) send_scalars();
     if (item_.has(0)) send_columns();
+    put_sums();
   }
 
   // One warp: of the sums that do not come.
@@ -200,9 +202,8 @@ class LlCombine {
       if (r == ctx_.rank() || (present >> r & 1) == 0) continue;
       const int row = rows_.row_at(item_, r, lane_id());
       const float scalar = row >= 0 ? p_.row_scalars[row] : 0.0f;
-      char* to = Transport::window(ctx_, r, scalars_offset(ctx_.rank()));
-      store_relaxed<kSystemScope>(reinterpret_cast<uint32_t*>(to) + lane_id(),
-                                  without_sentinel(__float_as_uint(scalar)));
+      Transport::send_word(ctx_, r, scalars_offset(ctx_.rank()), lane_id(),
+                           without_sentinel(__float_as_uint(scalar)));
     }
   }
 
@@ -215,6 +216,15 @@ class LlCombine {
       store_columns(Transport::window(ctx_, source, slot_offset(ctx_.rank())), item_,
                     without_sentinel(sums.rounded()));
       sums = {};
+    });
+  }
+
+  // All threads: what lies in the send region.
+  __device__ void put_sums() const {
+    const uint64_t ranks = rows_.present() & ~(uint64_t{1} << ctx_.rank());
+    put_to_remote<Transport>(ctx_, ranks, [&](int rank) {
+      Transport::put(ctx_, rank, slot_offset(ctx_.rank()) + int64_t{item_.begin()} * 16,
+                     int64_t{item_.size()} * 16);
     });
   }
 

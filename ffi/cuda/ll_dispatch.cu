@@ -36,8 +36,8 @@ using Kernel = void (*)(LlDispatchParams);
 
 template <class Wire>
 Kernel kernel_of(bool padded) {
-  if (padded) return ll_dispatch_kernel<PeerTransport, Wire, PaddedPlaces>;
-  return ll_dispatch_kernel<PeerTransport, Wire, CompactPlaces>;
+  if (padded) return ll_dispatch_kernel<GroupTransport, Wire, PaddedPlaces>;
+  return ll_dispatch_kernel<GroupTransport, Wire, CompactPlaces>;
 }
 
 Kernel kernel_of(LlOutput output, RowType type, bool padded, int units) {

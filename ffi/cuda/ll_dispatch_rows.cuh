@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/ll_place.cuh"
+#include "cuda/ll_puts.cuh"
 #include "cuda/ll_route.cuh"
 #include "cuda/ll_wire.cuh"
 #include "cuda/messages.cuh"
@@ -106,13 +107,15 @@ class LlDispatch {
       }
       if (warp_id() == 0) send_records();
       if (!own_rows_first()) send_columns();
+      put_item();
     }
     return true;
   }
   // The links are busy with what the other half of the blocks sends; until our turn comes we can
   // write our own rows. (Stores that wait for a link would hold up these, and all loads.)
   __device__ bool own_rows_first() const {
-    return p_.plan.own_rows_first && p_.turn.send && p_.turn.receive && blockIdx.x % 2 != 0;
+    return !Transport::kPuts && p_.plan.own_rows_first && p_.turn.send && p_.turn.receive &&
+           blockIdx.x % 2 != 0;
   }
 
   // The first warp: what becomes of the token's entries, and which ranks need the token. A block
@@ -167,6 +170,25 @@ class LlDispatch {
         later = 0;
       }
     }
+  }
+
+  __device__ uint64_t others() const {
+    return (~uint64_t{0} >> (64 - ctx_.num_ranks())) & ~(uint64_t{1} << ctx_.rank());
+  }
+  // All threads: what lies in send regions, records first.
+  __device__ void put_item() const {
+    const WindowLayout& layout = p_.op.layout;
+    const int parity = parity_of(ctx_.epoch);
+    const uint64_t named = ranks_in(block_.destinations);
+    put_to_remote<Transport>(ctx_, item_.first_part ? others() : named, [&](int rank) {
+      if (item_.first_part) {
+        Transport::put(ctx_, rank, layout.route_records(parity, ctx_.rank(), item_.token),
+                       kRecordBytes * num_experts_per_tok_);
+      }
+      if ((named >> rank & 1) == 0) return;
+      Wire::template put<Transport>(
+          ctx_, p_, rank, layout.dispatch_message(parity, ctx_.rank(), item_.token), item_);
+    });
   }
 
   // ---- Receiving.

@@ -216,15 +216,14 @@ __device__ inline bool greet_ll(const LlContext& ctx, const LlTurn& turn,
   const Operation& op = ctx.op;
   if (speaks_for_rank() && peer != ctx.rank()) {
     const int64_t offset = op.control_layout().credit(op.channel, ctx.rank());
-    store_relaxed<kSystemScope>(reinterpret_cast<uint64_t*>(opening.control + offset),
-                                counters.done);
+    GroupTransport::store_control(op, opening.control, peer, offset, counters.done);
   }
   if (turn.send) {
     const bool may_start = peer == ctx.rank() || may_write(ctx.epoch, opening.credit);
     if (!may_start && !wait_for_credit(ctx, peer, ctx.epoch)) return false;
     if (speaks_for_rank()) {
-      store_relaxed<kSystemScope>(reinterpret_cast<uint64_t*>(opening.window + ll_tag_offset(ctx)),
-                                  epoch_word(ctx.epoch, op.tag));
+      GroupTransport::store_window(op, opening.window, peer, ll_tag_offset(ctx),
+                                   epoch_word(ctx.epoch, op.tag));
     }
   }
   if (!speaks_for_rank() || peer != 0 || opening.rank_operand == ctx.rank()) return true;
@@ -246,6 +245,12 @@ __device__ inline bool greet_peers(const LlContext& ctx, const LlTurn& turn,
                                    const LlCounters& counters, const LlOpening& opening) {
   const Operation& op = ctx.op;
   const int peer = peer_of_thread();
+  // Puts of an earlier launch must not arrive after those of this one for the same word: a credit,
+  // or a flag of combine that nobody need have waited for. All other words have been read by now.
+  // Whole warps, whatever their threads have found: they meet inside.
+  const bool may_overtake = speaks_for_rank() || (op.channel == kCombineChannel && turn.send);
+  const int last_of_warp = static_cast<int>(blockDim.x) - (warp_id() + 1) * kWarp;
+  if (may_overtake && last_of_warp < op.num_ranks()) GroupTransport::order(op);
   if (peer >= op.num_ranks()) return true;
   if (peer == 0) ctx.clear();
   ctx.block.window[peer] = opening.window;
@@ -346,8 +351,7 @@ __device__ inline void send_credits(const OpContext& ctx) {
   if (peer >= ctx.num_ranks() || peer == ctx.rank()) return;
   if (ctx.op.peers->open == 0) return;
   const int64_t offset = ctx.op.control_layout().credit(ctx.op.channel, ctx.rank());
-  char* control = ctx.op.peers->control[peer];
-  store_release<kSystemScope>(reinterpret_cast<uint64_t*>(control + offset), ctx.epoch);
+  GroupTransport::release_control(ctx.op, ctx.op.peers->control[peer], peer, offset, ctx.epoch);
 }
 
 }  // namespace jax_ep::gpu

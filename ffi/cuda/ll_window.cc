@@ -12,7 +12,8 @@ constexpr int kSmBlocks = 32;
 constexpr int64_t kReservedBytes = 1024;
 
 int blocks_per_sm(int threads, int64_t shared_bytes, const DeviceLimits& limits) {
-  // The kernels' launch bounds keep registers to what this many threads may have.
+  // The kernels' launch bounds keep registers to what this many threads may have; with one block,
+  // to the 128 of a thread that 512 threads may have.
   const int by_registers = kLlMaxThreads * kLlBlocksPerSm / threads;
   const int64_t by_shared =
       (limits.max_shared_bytes + kReservedBytes) / (shared_bytes + kReservedBytes);

@@ -61,7 +61,13 @@ struct LlGrid {
 constexpr int kLlMaxThreads =
     448;  // half a row of 14 KB; more would leave a thread too few registers
 constexpr int kLlMaxUnits = 2;
-constexpr int kLlBlocksPerSm = 2;  // of kLlMaxThreads; more of smaller ones
+// Of kLlMaxThreads; more of smaller ones. Functions of NVSHMEM's that the kernels call do not know
+// of launch bounds: they leave room for one.
+#if defined(JAX_EP_NVSHMEM)
+constexpr int kLlBlocksPerSm = 1;
+#else
+constexpr int kLlBlocksPerSm = 2;
+#endif
 // Columns of a part come in groups of this many: 128 bytes, or the channels that share a scale.
 constexpr int kColumnGroup = 8;
 

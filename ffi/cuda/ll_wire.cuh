@@ -4,6 +4,7 @@
 //   Loaded                                     from x
 //   Columns encode(p, loaded)                  as on the wire; all lanes of a warp
 //   void send(p, slot, item, columns)          to a peer
+//   void put(p, rank, message, item)          a warp: what the block has sent
 //   Columns look(slot, item), void wait(...)   from a peer; puts the sentinels back
 //   Output decode(p, columns)                  all lanes of a warp
 //   void store(p, row, item, output)
@@ -34,6 +35,11 @@ struct PlainWire {
   __device__ static void send(const LlDispatchParams&, char* slot, const LlItem& item,
                               const Columns& columns) {
     store_columns(slot, item, columns);
+  }
+  template <class Transport>
+  __device__ static void put(const LlContext& ctx, const LlDispatchParams&, int rank,
+                             int64_t message, const LlItem& item) {
+    Transport::put(ctx, rank, message + int64_t{item.begin()} * 16, int64_t{item.size()} * 16);
   }
   __device__ static Columns look(const LlDispatchParams&, const char* slot, const LlItem& item) {
     return look_at_columns<kUnits>(slot, item);
@@ -98,14 +104,24 @@ struct QuantizedWire {
     return {without_sentinel(column.data), without_sentinel(__float_as_uint(column.scale))};
   }
 
+  __device__ static int64_t scale_offset(const LlDispatchParams& p, int column) {
+    return wire_scales_offset(hidden_of(p)) + int64_t{column / kThreadsPerScale} * 4;
+  }
   __device__ static uint32_t* scale_at(const LlDispatchParams& p, char* slot, const LlItem& item) {
-    return reinterpret_cast<uint32_t*>(slot + wire_scales_offset(hidden_of(p))) +
-           item.column / kThreadsPerScale;
+    return reinterpret_cast<uint32_t*>(slot + scale_offset(p, item.column));
   }
   __device__ static void send(const LlDispatchParams& p, char* slot, const LlItem& item,
                               const Columns& columns) {
     store_words(slot + int64_t{item.column} * 16, columns.data);
     if (holds_scale(item)) store_relaxed<kSystemScope>(scale_at(p, slot, item), columns.scale);
+  }
+  // A part begins with a scale of its own.
+  template <class Transport>
+  __device__ static void put(const LlContext& ctx, const LlDispatchParams& p, int rank,
+                             int64_t message, const LlItem& item) {
+    PlainWire<1>::put<Transport>(ctx, p, rank, message, item);
+    const int scales = (item.size() + kThreadsPerScale - 1) / kThreadsPerScale;
+    Transport::put(ctx, rank, message + scale_offset(p, item.begin()), int64_t{4} * scales);
   }
   __device__ static Columns look(const LlDispatchParams&, const char* slot, const LlItem& item) {
     return {load_words(slot + int64_t{item.column} * 16), 0};

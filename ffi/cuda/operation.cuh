@@ -57,6 +57,18 @@ struct PeerTransport {
   __device__ static void signal(const OpContext& ctx, int rank, int64_t offset, T value) {
     store_relaxed<kSystemScope>(reinterpret_cast<T*>(window(ctx, rank, offset)), value);
   }
+  // Word `index` of those at `offset`, which says by itself that it has come.
+  __device__ static void send_word(const OpContext& ctx, int rank, int64_t offset, int index,
+                                   uint32_t value) {
+    auto* words = reinterpret_cast<uint32_t*>(window(ctx, rank, offset));
+    store_relaxed<kSystemScope>(words + index, value);
+  }
+  // As signal(), before the block has the windows' addresses in common.
+  template <class T>
+  __device__ static void store_window(const Operation&, char* window, int, int64_t offset,
+                                      T value) {
+    store_relaxed<kSystemScope>(reinterpret_cast<T*>(window + offset), value);
+  }
   template <class T>
   __device__ static void store_control(const Operation&, char* control, int, int64_t offset,
                                        T value) {
@@ -69,6 +81,7 @@ struct PeerTransport {
   }
 
   // What is written is there, in the order in which it is fenced.
+  __device__ static void put(const OpContext&, int, int64_t, int64_t) {}
   __device__ static void order(const Operation&) {}
   __device__ static void see_payload(const OpContext&, int, char*, uint32_t) {}
   __device__ static void settle(const Operation&) {}

@@ -47,7 +47,8 @@ enum Region : int {
   kCombineTags,     // per source: one word (epoch, tag)
   kCombineSend,     // staging of outgoing rows
   kNotifyCounts,    // per source: all E counts, each a word (epoch, count)
-  kRouteRecords,    // per slot: K records of two words, (epoch, route) and (epoch, weight)
+  kRouteRecords,    // per slot: K records of two words, (epoch, route) and (epoch, weight); with
+                    // staging as many slots again, of outgoing records
   kNumRegions,
 };
 
@@ -76,7 +77,9 @@ JAX_EP_HD constexpr int64_t region_bytes(const WindowShape& shape, Region region
     case kNotifyCounts:
       return int64_t{8} * shape.num_ranks * shape.num_experts;
     case kRouteRecords:
-      return shape.records ? kRecordBytes * shape.num_slots() * shape.num_experts_per_tok : 0;
+      return shape.records ? kRecordBytes * shape.num_slots() * shape.num_experts_per_tok *
+                                 (shape.staging ? 2 : 1)
+                           : 0;
     case kNumRegions:
       break;
   }

@@ -70,9 +70,13 @@ struct WindowLayout {
     return item(kNotifyCounts, parity, index, 8);
   }
   // Where `rank` stages, in its own send region, what is to lie at `target` of the window of
-  // `peer`: a place that it has in the region of messages or of combine's rows.
+  // `peer`: a place that it has in the region of messages, of combine's rows or of route records.
   JAX_EP_HD constexpr int64_t staged(int64_t target, int rank, int peer) const {
     const int64_t in_buffer = target < buffer_bytes ? target : target - buffer_bytes;
+    if (shape.records && in_buffer >= offset[kRouteRecords]) {
+      const int64_t slots = slot(shape.num_ranks + peer, 0) - slot(rank, 0);
+      return target + slots * kRecordBytes * shape.num_experts_per_tok;
+    }
     const bool is_row = in_buffer >= offset[kCombineData];
     const int64_t to_send_region = is_row ? offset[kCombineSend] - offset[kCombineData]
                                           : offset[kDispatchSend] - offset[kDispatchData];

@@ -11,16 +11,39 @@
 #include "layout/window_layout.h"
 #include "transport/cuda_memory.h"
 #include "transport/cuda_nvshmem.h"
+#include "transport/cuda_nvshmem_calls.cuh"
 
 namespace jax_ep::gpu {
+
+namespace nvshmem {
+
+__device__ void put_word(uint32_t* own_word, uint32_t value, int pe) {
+  nvshmem_uint32_p(own_word, value, pe);
+}
+__device__ void put_word(uint64_t* own_word, uint64_t value, int pe) {
+  nvshmem_uint64_p(own_word, value, pe);
+}
+
+__device__ void put_warp(void* own_target, const void* source, size_t bytes, int pe) {
+  nvshmemx_putmem_nbi_warp(own_target, source, bytes, pe);
+}
+
+__device__ void fence() { nvshmem_fence(); }
+__device__ void quiet() { nvshmem_quiet(); }
+
+__device__ bool test_word(uint32_t* own_word, uint32_t value) {
+  return nvshmem_uint32_test(own_word, NVSHMEM_CMP_EQ, value) != 0;
+}
+
+}  // namespace nvshmem
 
 namespace {
 
 __global__ void store_kernel(uint32_t* own_word, uint32_t value, int pe) {
-  nvshmem_uint32_p(own_word, value, pe);
+  nvshmem::put_word(own_word, value, pe);
 }
 
-__global__ void settle_kernel() { nvshmem_quiet(); }
+__global__ void settle_kernel() { nvshmem::quiet(); }
 
 // What this process knows of the heap. Never destroyed: NVSHMEM is not ended, since its end waits
 // for processes that may have died.

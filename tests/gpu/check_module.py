@@ -13,10 +13,9 @@ import pytest
 from jax_ep import _native
 
 HALVES = ("", "_start", "_done")
-HIGH_THROUGHPUT = {"jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_grad"}
-HIGH_THROUGHPUT |= {"jax_ep_dispatch_routed", "jax_ep_notify"}
-HIGH_THROUGHPUT |= {"jax_ep_dispatch_float8", "jax_ep_dispatch_routed_float8"}
-TARGETS = HIGH_THROUGHPUT | {"jax_ep_ll_combine_grad"}
+TARGETS = {"jax_ep_dispatch", "jax_ep_combine", "jax_ep_combine_grad"}
+TARGETS |= {"jax_ep_dispatch_routed", "jax_ep_notify", "jax_ep_ll_combine_grad"}
+TARGETS |= {"jax_ep_dispatch_float8", "jax_ep_dispatch_routed_float8"}
 LL_OPS = ("dispatch", "dispatch_float8", "combine")
 TARGETS |= {f"jax_ep_ll_{op}{half}" for op in LL_OPS for half in HALVES}
 SETTINGS = {
@@ -43,7 +42,7 @@ def load(folder: pathlib.Path, name: str):
 def check_nvshmem(folder: pathlib.Path) -> None:
     _native._load_nvshmem()
     module = load(folder, "_ffi_nvshmem")
-    assert set(module.registrations()) == HIGH_THROUGHPUT
+    assert set(module.registrations()) == TARGETS
     assert set(module.type_registrations()) == {"jax_ep_site_nvshmem"}
     assert not module.is_started()
     assert module.windows_given_back() == []

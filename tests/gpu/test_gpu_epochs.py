@@ -27,7 +27,24 @@ def make_soak(buffer, case, num_steps):
     def factors_of(experts):
         return jnp.exp2((experts % 5).astype(jnp.float32) - 2)
 
+    def low_latency(x, topk_idx, topk_weights):
+        """Whole with padded rows, then in halves with compact ones: NaN where they differ."""
+        first = jax.lax.axis_index("expert") * buffer.experts_per_rank
+        factors = factors_of(first + jnp.arange(buffer.experts_per_rank)).astype(x.dtype)
+        routed = jax_ep.low_latency_dispatch(buffer, x, topk_idx, topk_weights)
+        out = jax_ep.low_latency_combine(buffer, routed.tokens * factors[:, None, None], routed)
+        arrays = (x, topk_idx, topk_weights)
+        pending = jax_ep.low_latency_dispatch_start(buffer, *arrays, layout="compact", after=out)
+        routed = jax_ep.low_latency_dispatch_done(buffer, pending)
+        rows = len(routed.tokens)
+        factors = jnp.repeat(factors, routed.counts, total_repeat_length=rows)
+        pending = jax_ep.low_latency_combine_start(buffer, routed.tokens * factors[:, None], routed)
+        again = jax_ep.low_latency_combine_done(buffer, pending)
+        return jnp.where(out == again, out, jnp.nan)
+
     def one(x, topk_idx, topk_weights):
+        if buffer.config.mode == "low_latency":
+            return low_latency(x, topk_idx, topk_weights)
         routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
         first = jax.lax.axis_index("expert") * buffer.experts_per_rank
         factors = jnp.repeat(

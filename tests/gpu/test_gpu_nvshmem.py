@@ -8,15 +8,24 @@ import pathlib
 import sys
 
 import gpu_world
+import jax
+import numpy as np
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "processes"))
 import cases
+import float8_check
 import launch
+import low_latency_scenarios
+import saved
 import scenarios
 import test_cases_agree
+import test_gpu_epochs
+import test_gpu_float8
 import test_gpu_processes
 import test_modes_agree
+
+import jax_ep
 
 WAYS = {"puts": {"JAX_EP_FORCE_REMOTE": "1"}, "direct": {"JAX_EP_TRANSPORT": "nvshmem"}}
 
@@ -74,13 +83,68 @@ def test_windows_of_closed_buffers_are_used_again(tmp_path, crew):
         assert result["sound"] == [None] * len(result["sound"])
 
 
-def test_low_latency_is_refused_in_both_processes(tmp_path, crew):
-    for result in crew.run(tmp_path, "refused", {"for": "mode"}):
-        assert result["type"] == "EpUsageError"
-        assert "mode='low_latency' is not offered" in result["text"]
-
-
 def test_a_window_that_the_heap_has_no_room_for_is_refused_in_both_processes(tmp_path, crew):
-    for result in crew.run(tmp_path, "refused", {"for": "size"}):
+    for result in crew.run(tmp_path, "refused"):
         assert result["type"] == "EpError"
         assert "NVSHMEM_SYMMETRIC_SIZE" in result["text"]
+
+
+def test_low_latency_bits_are_those_of_one_process(tmp_path, crew, seed):
+    """Of whole operations, of their gradients and of halves."""
+    crew.run(tmp_path, "low_latency", {"seed": seed, "table": "gpus"})
+    test_modes_agree.assert_low_latency_bits_of_one_process(tmp_path, 2, 2, seed, "cpu", "gpus")
+
+
+def test_low_latency_float8_bits_are_those_of_one_process(tmp_path, crew, seed):
+    crew.run(tmp_path, "low_latency_float8", {"seed": seed})
+    seen, mesh = saved.saved_by_rank(tmp_path, 2), scenarios.expert_mesh(2, "cpu")
+    for case, layout, split in low_latency_scenarios.FLOAT8:
+        results = low_latency_scenarios.float8_results(case, layout, split, mesh, seed)
+        for number, found in enumerate(jax.device_get(results)):
+            held = test_gpu_float8.rows_held(case, found)
+            for key, expected in found.items():
+                parts = seen[f"{case.name}/{number} {key}"].values()
+                got = np.frombuffer(b"".join(parts), expected.dtype).reshape(expected.shape)
+                rows = slice(None) if key == "recv_rows" else held
+                where = f"{case.name}, call {number}: {key}"
+                float8_check.same_bits(got[rows], expected[rows], where)
+
+
+def test_low_latency_micro_batches_interleaved(tmp_path, crew, seed):
+    """Twenty rounds, of which XLA replays the last."""
+    crew.run(tmp_path, "low_latency_micro_batches", {"seed": seed, "rounds": 20})
+    seen, mesh = saved.saved_by_rank(tmp_path, 2), scenarios.expert_mesh(2, "cpu")
+    results = low_latency_scenarios.micro_batch_results(mesh, seed, 20)
+    for number, found in enumerate(results):
+        for key, array in found.items():
+            got = list(seen[f"{number} {key}"].values())
+            assert got == saved.bytes_of_shards(array), f"round {number}, {key} batch"
+
+
+def test_low_latency_epochs_of_changing_sizes(tmp_path, crew, seed, request):
+    """Two operations a step, whole and in halves, on routings of which some send nothing."""
+    settings = {
+        "seed": seed,
+        "tokens": [96, 1, 57],
+        "steps": 50,
+        "rounds": 2,
+        "mode": "low_latency",
+    }
+    results = crew.run(tmp_path, "soak", settings)
+    case = test_gpu_epochs.CASE
+    layout = jax_ep.LowLatencyLayout.make(
+        *(96, case.H, 2, case.E),
+        num_experts_per_tok=case.K,
+        dtype=case.dtype,
+        staging=request.node.callspec.params["crew"] == "puts",
+    )
+    for result in results:
+        assert result["module"] == "jax_ep._ffi_nvshmem"
+        assert result["epochs"] == 2 * 50 * 3 * 2
+        assert result["worst"] < gpu_world.TOLERANCE[case.dtype]
+        assert result["window_bytes"] == layout.total_bytes
+
+
+def test_low_latency_absent_rank_is_told_and_mended_by_a_reset(tmp_path, crew):
+    """The sums after the reset are those before, so that no word of what was given up is left."""
+    test_gpu_processes.assert_absent_rank_is_told_and_mended(tmp_path, crew, "low_latency")

@@ -39,8 +39,8 @@ def test_low_latency_has_the_bits_of_one_process(tmp_path, crew):
     crew.dismiss()
 
 
-def assert_absent_rank_is_told_and_mended(tmp_path, crew):
-    first, last = crew.run(tmp_path, "absent_rank")
+def assert_absent_rank_is_told_and_mended(tmp_path, crew, mode="high_throughput"):
+    first, last = crew.run(tmp_path, "absent_rank", {"mode": mode})
     assert first["run"]["type"] == "EpTimeoutError"
     assert first["run"]["peer"] == 1
     assert first["run"]["seconds"] < 5

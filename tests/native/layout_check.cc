@@ -61,7 +61,8 @@ void check_addresses(Random& random) {
                           num_ranks * local,
                           static_cast<int>(draw(random, 1, 32)),
                           16 * draw(random, 1, 40),
-                          draw(random, 0, 1) == 1};
+                          /*staging=*/draw(random, 0, 1) == 1,
+                          /*records=*/draw(random, 0, 1) == 1};
   const WindowLayout layout = WindowLayout::make(shape);
   const int64_t topk = shape.num_experts_per_tok;
   for (int parity = 0; parity < kNumBuffers; ++parity) {
@@ -69,8 +70,13 @@ void check_addresses(Random& random) {
     auto add = [&](Region region, int64_t begin, int64_t bytes) {
       of[region].push_back({begin, begin + bytes});
     };
+    // Outgoing records lie behind those that arrive.
+    std::vector<Extent> outgoing;
     for (int source = 0; source < num_ranks; ++source) {
       for (int token = 0; token < shape.tokens_per_epoch; ++token) {
+        if (shape.records) {
+          add(kRouteRecords, layout.route_records(parity, source, token), kRecordBytes * topk);
+        }
         add(kDispatchData, layout.dispatch_message(parity, source, token), shape.message_stride());
         add(kDispatchFlags, layout.dispatch_flag(parity, source, token), 4);
         add(kCombineData, layout.combine_row(parity, source, token), shape.row_stride());
@@ -85,6 +91,10 @@ void check_addresses(Random& random) {
         add(kDispatchSend, layout.staged(message, own, source), shape.message_stride());
         const int64_t row = layout.combine_row(parity, own, token);
         add(kCombineSend, layout.staged(row, own, source), shape.row_stride());
+        if (!shape.records) continue;
+        const int64_t records =
+            layout.staged(layout.route_records(parity, own, token), own, source);
+        outgoing.push_back({records, records + kRecordBytes * topk});
       }
       for (int expert = 0; expert < local; ++expert) {
         add(kDispatchCounts, layout.dispatch_count(parity, source, expert), 8);
@@ -97,6 +107,7 @@ void check_addresses(Random& random) {
       add(kCombineTags, layout.combine_tag(parity, source), 8);
       EXPECT(layout.combine_tag(parity, source) % 8 == 0);
     }
+    of[kRouteRecords].insert(of[kRouteRecords].end(), outgoing.begin(), outgoing.end());
     for (int r = 0; r < kNumRegions; ++r) {
       expect_tiling(layout, static_cast<Region>(r), parity, of[r]);
     }

@@ -7,14 +7,21 @@ import re
 import cases
 import jax
 import jax.numpy as jnp
+import ll_check
 import programs
 import pytest
 
 import jax_ep
+from jax_ep import _native
 
 # Sizes that no other array of these programs has, so that a shape tells whose array it is.
 CASE = cases.Case(name="hlo", T=7, H=48, K=3, E=8, R=4, load=1.9)
 SLOTS = dataclasses.replace(CASE, name="hlo_slots", expand=False)
+SHAPES = (
+    jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.H), jnp.float32),
+    jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.int32),
+    jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.float32),
+)
 BOTH = pytest.mark.parametrize("case", [CASE, SLOTS], ids=lambda case: case.name)
 COLLECTIVES = r"\b(all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)"
 
@@ -28,12 +35,7 @@ def forward(buffer, case=CASE):
 
 
 def compiled_text(function):
-    shapes = (
-        jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.H), jnp.float32),
-        jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.int32),
-        jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.float32),
-    )
-    return jax.jit(function).lower(*shapes).compile().as_text()
+    return jax.jit(function).lower(*SHAPES).compile().as_text()
 
 
 def custom_calls(text):
@@ -93,9 +95,40 @@ def test_no_effects(backend, differentiated):
         function = forward(buffer)
         if differentiated:
             function = jax.grad(lambda *arguments: jnp.sum(forward(buffer)(*arguments)))
-        shapes = (
-            jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.H), jnp.float32),
-            jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.int32),
-            jax.ShapeDtypeStruct((CASE.R * CASE.T, CASE.K), jnp.float32),
+        assert not jax.make_jaxpr(function)(*SHAPES).effects
+
+
+def in_both_modes(high, low):
+    """Every operation that has a target, gradients and halves included."""
+
+    def program(x, topk_idx, topk_weights):
+        def whole(x, topk_weights):
+            routed = programs.dispatch(high, CASE, x, topk_idx, topk_weights)
+            x = jax_ep.combine(high, routed.tokens, routed)
+            routed = ll_check.dispatch(low, CASE, "padded", x, topk_idx, topk_weights)
+            return jax_ep.low_latency_combine(low, routed.tokens, routed)
+
+        out, pull = jax.vjp(whole, x, topk_weights)
+        along = jax_ep.dispatch(
+            high, x, topk_weights=topk_weights, routing=jax_ep.route(high, topk_idx)
         )
-        assert not jax.make_jaxpr(function)(*shapes).effects
+        halved = ll_check.split_dispatch(low, CASE, "padded", out, topk_idx, topk_weights)
+        float8 = ll_check.dispatch(
+            *(low, CASE, "padded", out, topk_idx, topk_weights),
+            quantize="float8_e4m3fn",
+            after=halved,
+        )
+        last = ll_check.split_combine(low, halved.tokens, halved)
+        return last, pull(out), along.tokens, float8.scales
+
+    return programs.sharded(high, program, check_vma=False)
+
+
+def test_all_targets_are_those_of_the_buffers_module(monkeypatch):
+    """Two modules of a platform have targets of other names, which a program must not mix."""
+    monkeypatch.setitem(_native._TARGET_SUFFIXES, "cpu", "_elsewhere")
+    with programs.make_buffer(CASE, "native") as high, ll_check.make_buffer(CASE, "native") as low:
+        text = jax.jit(in_both_modes(high, low)).lower(*SHAPES).as_text()
+    found = set(re.findall(r"@(jax_ep_\w+)\(", text))
+    assert len(found) == 13, found
+    assert all(name.endswith("_elsewhere") for name in found), found

@@ -15,19 +15,24 @@ from jax_ep import _bootstrap, _windows
 
 
 def open_buffer(timeout_s: float, **changes) -> tuple[jax_ep.Buffer, cases.Case]:
-    """A buffer over all devices of the job, and its case, of four chunks an operation."""
+    """A buffer over all devices of the job, and its case, of four chunks an operation where an
+    operation has several."""
     count = len(jax.devices())
-    case = cases.Case(name="faults", T=13, H=16, K=3, E=8 * count, R=count, chunk=4)
+    chunk = None if changes.get("mode") == "low_latency" else 4
+    case = cases.Case(name="faults", T=13, H=16, K=3, E=8 * count, R=count, chunk=chunk)
     config = programs.make_config(case, timeout_s=timeout_s, **changes)
     return jax_ep.Buffer(expert_mesh(count), "expert", config, backend="native"), case
 
 
 def dispatch_of(buffer: jax_ep.Buffer, case: cases.Case):
-    """A compiled dispatch with its arguments, which every process has alike."""
+    """A compiled dispatch, in low latency also a combine, with arguments that all have alike."""
     inputs = cases.make_inputs(case, np.random.default_rng(5))
     arguments = [spread(buffer.mesh, a) for a in (inputs.x, inputs.topk_idx, inputs.topk_weights)]
 
     def program(x, topk_idx, topk_weights):
+        if buffer.config.mode == "low_latency":  # rows past the counts are not specified
+            routed = jax_ep.low_latency_dispatch(buffer, x, topk_idx, topk_weights)
+            return jax_ep.low_latency_combine(buffer, routed.tokens, routed)
         return programs.dispatch(buffer, case, x, topk_idx, topk_weights).tokens
 
     run = compiled(buffer, program)

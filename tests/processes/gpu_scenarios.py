@@ -11,7 +11,7 @@ import numpy as np
 import programs
 from fault_scenarios import dispatch_of, failure_of, open_buffer, step_by_step
 from jax.sharding import NamedSharding, PartitionSpec
-from scenarios import World, expert_mesh, spread
+from scenarios import World, bits, expert_mesh, spread
 
 import jax_ep
 
@@ -19,9 +19,9 @@ import jax_ep
 def absent_rank(world: World) -> dict:
     """The last process stays away from an operation; then all reset the buffer and go on."""
     meet = step_by_step(world)
-    buffer, case = open_buffer(timeout_s=1.5)
+    buffer, case = open_buffer(timeout_s=1.5, mode=world.settings.get("mode", "high_throughput"))
     run = dispatch_of(buffer, case)
-    run()
+    before = bits(run())
     meet()
     is_last = world.process == world.num_processes - 1
     failed = None if is_last else failure_of(lambda: _checked(buffer, run))
@@ -29,7 +29,7 @@ def absent_rank(world: World) -> dict:
     told = failure_of(lambda: _checked(buffer, run))
     meet()
     buffer.reset()
-    healthy = failure_of(lambda: _checked(buffer, run))["type"] is None
+    healthy = failure_of(lambda: _checked(buffer, run))["type"] is None and bits(run()) == before
     meet()
     buffer.close()
     return {"run": failed, "told": told, "healthy": healthy}
@@ -58,10 +58,14 @@ def soak(world: World) -> dict:
 
     rng = np.random.default_rng(world.settings["seed"])  # the same in every process
     num_steps, mesh = world.settings["steps"], expert_mesh(len(jax.devices()))
+    mode = world.settings.get("mode", "high_throughput")
     largest = dataclasses.replace(
-        test_gpu_epochs.CASE, R=mesh.size, T=max(world.settings["tokens"]), chunk=20
+        test_gpu_epochs.CASE,
+        R=mesh.size,
+        T=max(world.settings["tokens"]),
+        chunk=20 if mode == "high_throughput" else None,
     )
-    config = programs.make_config(largest, timeout_s=20)
+    config = programs.make_config(largest, timeout_s=20, mode=mode)
     replicated = NamedSharding(mesh, PartitionSpec())
     worst = 0.0
     with jax_ep.Buffer(mesh, "expert", config, backend="native") as buffer:
@@ -81,11 +85,12 @@ def soak(world: World) -> dict:
             worst = float(np.max([worst, *map(np.max, errors)]))  # NaN stays
         buffer.check()
         stats = buffer.stats()
-        module = buffer.native_module.__name__
+        module, window_bytes = buffer.native_module.__name__, buffer.window_bytes
     return {
         "worst": worst,
         "epochs": min(stats["dispatch_epochs"], stats["combine_epochs"]),
         "module": module,
+        "window_bytes": window_bytes,
     }
 
 
@@ -121,15 +126,11 @@ def buffers_in_turn(world: World) -> dict:
 
 
 def refused(world: World) -> dict:
-    """A buffer that NVSHMEM does not serve, or has no room for; all processes hear it."""
+    """A buffer that NVSHMEM has no room for; all processes hear it."""
     mesh = expert_mesh(len(jax.devices()))
-    case = cases.Case(name="refused", T=8, H=32, K=2, E=8, R=mesh.size)
     # More than any GPU has, since NVSHMEM's heap may grow.
-    huge = dataclasses.replace(case, T=65_535, H=1 << 16, chunk=65_535)
-    config = {
-        "mode": programs.make_config(case, mode="low_latency"),
-        "size": programs.make_config(huge),
-    }[world.settings["for"]]
+    case = cases.Case(name="huge", T=65_535, H=1 << 16, K=2, E=8, R=mesh.size, chunk=65_535)
+    config = programs.make_config(case)
     return failure_of(lambda: jax_ep.Buffer(mesh, "expert", config, backend="native"))
 
 

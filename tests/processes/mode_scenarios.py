@@ -18,7 +18,8 @@ from scenarios import World, compiled, expert_mesh, results_of, shards, spread, 
 import jax_ep
 
 TABLE = {case.name: case for case in cases.CASES}
-LOW_LATENCY = {  # by number of ranks; cases that drop do so in the compact layout only
+# By number of ranks; cases that drop do so in the compact layout only.
+LOW_LATENCY: dict[int | str, list[tuple[cases.Case, str]]] = {
     2: [
         (TABLE["two_ranks"], "padded"),
         (TABLE["out_of_range"], "compact"),
@@ -30,6 +31,13 @@ LOW_LATENCY = {  # by number of ranks; cases that drop do so in the compact layo
         (TABLE["some_nobody"], "compact"),
     ],
 }
+# On GPUs also rows in several parts, blocks with several tokens, parts that end between warps.
+LOW_LATENCY["gpus"] = [
+    *LOW_LATENCY[2],
+    (cases.Case(name="parts", T=9, H=7168, K=8, E=32, R=2, dtype="bfloat16"), "padded"),
+    (cases.Case(name="tokens", T=300, H=1024, K=4, E=16, R=2, dtype="float16"), "compact"),
+    (cases.Case(name="odd", T=33, H=1288, K=6, E=60, R=2, dtype="bfloat16"), "compact"),
+]
 NOTICED = cases.Case(name="noticed", T=13, H=16, K=3, E=8, R=4, chunk=4)
 NUM_NOTICES = 3
 
@@ -82,15 +90,16 @@ def low_latency_results(
 ) -> dict[str, jax.Array]:
     """All results of a case, by ranks of ``mesh``; run twice, for epochs of either parity."""
     problem = low_latency_problem(case, layout, seed)
-    config = programs.make_config(case, mode="low_latency")
+    config = programs.make_config(case, mode="low_latency", timeout_s=20)
     with jax_ep.Buffer(mesh, "expert", config, backend="native") as buffer:
         return results_of(buffer, low_latency_everything(buffer, case, layout), problem)
 
 
 def low_latency(world: World) -> dict:
-    """Runs all cases for as many ranks as there are devices; saves the shards of their results."""
+    """Runs all cases for as many ranks as there are devices, or those of another table; saves the
+    shards of their results."""
     num_ranks, saved = len(jax.devices()), {}
-    for case, layout in LOW_LATENCY[num_ranks]:
+    for case, layout in LOW_LATENCY[world.settings.get("table", num_ranks)]:
         results = low_latency_results(case, layout, expert_mesh(num_ranks), world.settings["seed"])
         for key, array in results.items():
             saved |= shards(f"{case.name}/{key}", array)

@@ -21,11 +21,16 @@ def test_low_latency_bits_are_those_of_one_process(tmp_path, crews, processes, d
 
 
 def assert_low_latency_bits_of_one_process(
-    folder, processes: int, num_ranks: int, seed: int, platform: str | None = None
+    folder,
+    processes: int,
+    num_ranks: int,
+    seed: int,
+    platform: str | None = None,
+    table: int | str | None = None,
 ) -> None:
     """Runs the cases in this process and compares them with a job's, and with the oracle."""
     seen = saved_by_rank(folder, processes)
-    for case, layout in mode_scenarios.LOW_LATENCY[num_ranks]:
+    for case, layout in mode_scenarios.LOW_LATENCY[table or num_ranks]:
         problem = mode_scenarios.low_latency_problem(case, layout, seed)
         mesh = scenarios.expert_mesh(num_ranks, platform)
         results = mode_scenarios.low_latency_results(case, layout, mesh, seed)

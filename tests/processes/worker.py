@@ -12,10 +12,11 @@ sys.path[:0] = [str(TESTS), str(TESTS / "processes"), str(TESTS.parent / "exampl
 import fault_scenarios  # noqa: E402
 import gpu_scenarios  # noqa: E402
 import jax  # noqa: E402  (after the path)
+import low_latency_scenarios  # noqa: E402
 import mode_scenarios  # noqa: E402
 import scenarios  # noqa: E402
 
-MODULES = scenarios, mode_scenarios, fault_scenarios, gpu_scenarios
+MODULES = scenarios, mode_scenarios, low_latency_scenarios, fault_scenarios, gpu_scenarios
 
 
 def main() -> None:

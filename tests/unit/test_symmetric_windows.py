@@ -1,5 +1,6 @@
 """How processes take windows of NVSHMEM's heap together, with a module that only writes down."""
 
+import dataclasses
 import itertools
 import threading
 
@@ -82,7 +83,7 @@ class Members:
         return [[5 if p == self.peers.here else -1 for p in group] for group in self._groups]
 
 
-def create_in_all(heaps, groups):
+def create_in_all(heaps, groups, config=CONFIG):
     """Every process in a thread. What each returns, or its error."""
     processes = tuple(sorted(itertools.chain.from_iterable(groups)))
     barrier, board = threading.Barrier(len(heaps), timeout=20), {}
@@ -102,7 +103,7 @@ def create_in_all(heaps, groups):
         peers = _bootstrap.Peers(processes, here, exchange_of(here))
         try:
             found[number] = _windows.create(
-                heaps[number], "nvshmem", CONFIG, Members(peers, groups), 3
+                heaps[number], "nvshmem", config, Members(peers, groups), 3
             )
         except Exception as error:
             found[number] = error
@@ -115,9 +116,11 @@ def create_in_all(heaps, groups):
     return found
 
 
-def test_all_take_the_same_window_and_open_it():
+@pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
+def test_all_take_the_same_window_and_open_it(mode):
     heaps = [Heap(remote=False), Heap(remote=True)]  # one of them needs send regions
-    assert create_in_all(heaps, [[2, 5]]) == [7, 7]
+    config = dataclasses.replace(CONFIG, mode=mode)
+    assert create_in_all(heaps, [[2, 5]], config) == [7, 7]
     size = _native.window_layout(
         num_ranks=2,
         tokens_per_epoch=8,
@@ -125,6 +128,7 @@ def test_all_take_the_same_window_and_open_it():
         num_experts_per_tok=2,
         row_bytes=64,
         staging=True,
+        records=mode == "low_latency",
     )["total_bytes"]
     for pe, heap in enumerate(heaps):
         joined = heap.arguments("join_world")
@@ -134,6 +138,7 @@ def test_all_take_the_same_window_and_open_it():
         assert heap.arguments("reserve_window") == {"id": 7, "number": -1, "bytes": size}
         settings = heap.arguments("create_buffer")
         assert settings["staging"] is True
+        assert settings["low_latency"] is (mode == "low_latency")
         assert settings["device_ordinals"] == [[5, -1] if pe == 0 else [-1, 5]]
         assert "drop_reservation" not in heap.names()
     assert [heap.names().count("unique_id") for heap in heaps] == [1, 0]

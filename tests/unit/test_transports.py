@@ -13,14 +13,13 @@ HERE = [Process(0, "alpha", "a", 1, True), Process(1, "alpha", "a", 1, True)]
 APART = [Process(0, "alpha", "a", 1, True), Process(3, "beta", "b", 1, True)]
 
 
-def module_for(processes, wishes=PLAIN, mode="high_throughput"):
-    return _transports.module_for_gpus(processes, wishes, mode)
+def module_for(processes, wishes=PLAIN):
+    return _transports.module_for_gpus(processes, wishes)
 
 
-@pytest.mark.parametrize("mode", ["high_throughput", "low_latency"])
-def test_one_host_shares_memory_however_many_gpus_a_process_has(mode):
+def test_one_host_shares_memory_however_many_gpus_a_process_has():
     wide = [Process(0, "alpha", "a", 4, False), Process(1, "alpha", "a", 1, False)]
-    assert module_for(HERE, mode=mode) == module_for(wide, mode=mode) == "cuda"
+    assert module_for(HERE) == module_for(wide) == "cuda"
 
 
 def test_several_hosts_take_nvshmem():
@@ -38,29 +37,25 @@ def test_hosts_of_one_name_are_told_apart():
 
 
 @pytest.mark.parametrize(
-    ("processes", "wishes", "mode", "said"),
+    ("processes", "wishes", "said"),
     [
         (
             [APART[0], Process(3, "beta", "b", 8, True)],
             PLAIN,
-            "high_throughput",
             "process 0 is on host 'alpha' and process 3 on host 'beta'.*process 3 has 8.*"
             "one process per GPU across nodes.*backend='reference'",
         ),
-        ([HERE[0], Process(1, "alpha", "a", 2, True)], FORCED, "high_throughput", "FORCE_REMOTE"),
-        (APART, PLAIN, "low_latency", "mode='low_latency' is not offered.*high_throughput"),
-        (HERE, DIRECT, "low_latency", "JAX_EP_TRANSPORT.*mode='low_latency'"),
+        ([HERE[0], Process(1, "alpha", "a", 2, True)], FORCED, "FORCE_REMOTE"),
         (
             [APART[0], Process(3, "beta", "b", 1, False)],
             PLAIN,
-            "high_throughput",
             "process 3 has no module.*nvidia-nvshmem-cu13.*JAX_EP_NVSHMEM=ON",
         ),
     ],
 )
-def test_what_nobody_serves_says_what_would_help(processes, wishes, mode, said):
+def test_what_nobody_serves_says_what_would_help(processes, wishes, said):
     with pytest.raises(jax_ep.EpUsageError, match=f"(?s){said}"):
-        module_for(processes, wishes, mode)
+        module_for(processes, wishes)
 
 
 @pytest.mark.parametrize(
