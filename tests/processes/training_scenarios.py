@@ -110,6 +110,7 @@ def trained(mesh: Mesh, seed: int, num_steps: int, backend: str = "native") -> T
         max_tokens_per_rank=TOKENS,
         dtype=jnp.float32,
         chunk_tokens=TOKENS // 4,
+        timeout_s=20.0,
     )
     start = initial_parameters(rng, mesh.size)
     batch = [rng.normal(size=(mesh.size * TOKENS, HIDDEN)).astype(np.float32) for _ in range(2)]
