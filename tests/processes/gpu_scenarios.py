@@ -6,7 +6,6 @@ import sys
 
 import cases
 import jax
-import jax.numpy as jnp
 import numpy as np
 import programs
 from fault_scenarios import dispatch_of, failure_of, open_buffer, step_by_step
@@ -33,22 +32,6 @@ def absent_rank(world: World) -> dict:
     meet()
     buffer.close()
     return {"run": failed, "told": told, "healthy": healthy}
-
-
-def killed_beside_us(world: World) -> dict:
-    """The last process is killed; the others' GPUs go on to work."""
-    world.leaves_at_once = True
-    buffer, case = open_buffer(timeout_s=3)
-    run = dispatch_of(buffer, case)
-    run()
-    world.say("step")
-    failed = None
-    for _ in range(100_000):
-        failed = failure_of(lambda: _checked(buffer, run))
-        if failed["type"] is not None:
-            break
-    alive = float(jnp.sum(jnp.ones((8, 8)))) == 64.0
-    return {"run": failed, "alive": alive}
 
 
 def soak(world: World) -> dict:

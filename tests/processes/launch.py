@@ -56,11 +56,15 @@ class Crew:
         ]
         return "\n".join(tails)
 
+    def release(self, process: int) -> None:
+        """Nothing more is asked of this process."""
+        with contextlib.suppress(BrokenPipeError):
+            self.workers[process].stdin.close()
+
     def dismiss(self, *, killed: tuple[int, ...] = (), limit_s: float = LIMIT_S) -> None:
         """Nothing more is asked for; waits until all have ended, and well but for ``killed``."""
-        for worker in self.workers:
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.close()
+        for process in range(len(self.workers)):
+            self.release(process)
         end = time.monotonic() + limit_s
         for worker in self.workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,17 +115,18 @@ def crew(
     processes: int,
     devices: int = 1,
     gpus: int = 0,
+    gpus_each: int = 1,
     late_s: Mapping[int, float] = {},
     variables: Mapping[str, str] = {},
 ) -> Iterator[Crew]:
-    """``processes`` workers with ``devices`` CPU devices each, or with one of ``gpus``, which they
-    share where there are fewer; none outlives the block.
+    """``processes`` workers with ``devices`` CPU devices each, or with ``gpus_each`` of ``gpus``,
+    which they share where there are fewer; none outlives the block.
 
     late_s: how long processes wait before they join, by process.
     variables: of their environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
@@ -137,8 +142,9 @@ def crew(
     workers = []
     try:
         for process in range(processes):
-            own_gpu = process % gpus if gpus else -1
-            place = [address, str(processes), str(process), str(own_gpu)]
+            first = process * gpus_each
+            own_gpus = [str(gpu % gpus) for gpu in range(first, first + gpus_each) if gpus]
+            place = [address, str(processes), str(process), ",".join(own_gpus)]
             place.append(str(late_s.get(process, 0)))
             with open(folder / f"{process}.log", "wb") as log:
                 workers.append(
@@ -168,7 +174,7 @@ def run(
         return results
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -12,17 +12,27 @@ sys.path[:0] = [str(TESTS), str(TESTS / "processes"), str(TESTS.parent / "exampl
 import fault_scenarios  # noqa: E402
 import gpu_scenarios  # noqa: E402
 import jax  # noqa: E402  (after the path)
+import leaving_scenarios  # noqa: E402
 import low_latency_scenarios  # noqa: E402
 import mode_scenarios  # noqa: E402
 import scenarios  # noqa: E402
+import training_scenarios  # noqa: E402
 
-MODULES = scenarios, mode_scenarios, low_latency_scenarios, fault_scenarios, gpu_scenarios
+MODULES = (
+    scenarios,
+    mode_scenarios,
+    low_latency_scenarios,
+    fault_scenarios,
+    leaving_scenarios,
+    training_scenarios,
+    gpu_scenarios,
+)
 
 
 def main() -> None:
-    address, processes, process, own_gpu, late_s = sys.argv[1:]
+    address, processes, process, own_gpus, late_s = sys.argv[1:]
     time.sleep(float(late_s))
-    local_devices = [int(own_gpu)] if int(own_gpu) >= 0 else None
+    local_devices = [int(gpu) for gpu in own_gpus.split(",")] if own_gpus else None
     jax.distributed.initialize(address, int(processes), int(process), local_devices)
     for line in sys.stdin:
         name, folder, settings = json.loads(line)
