@@ -127,8 +127,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ uint32_t destinations[2];
   const CombineGradParams& p = params.grad;
   const LlTurn& turn = params.turn;
-  const LlCounters counters = LlCounters::read(p.op);
+  LlCounters counters = LlCounters::ask(p.op);
   const LlOpening opening = LlOpening::read(p.op, turn);
+  counters.look();
   const LlContext ctx{{p.op, state, counters.epoch(turn)}, verdict};
   const bool begun = begin_ll(ctx, turn, counters, opening);
   if (begun) LlCombineGrad<Transport, kType>(ctx, p, destinations).run();

@@ -15,11 +15,13 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   __shared__ BlockState state;
   __shared__ LlVerdict verdict;
   __shared__ LlDispatchBlock block;
-  const LlCounters counters = LlCounters::read(p.op);
+  LlCounters counters = LlCounters::ask(p.op);
   const LlOpening opening = LlOpening::read(p.op, p.turn);
-  const LlContext ctx{{p.op, state, counters.epoch(p.turn)}, verdict};
+  LlContext ctx{{p.op, state, /*epoch=*/0}, verdict};  // not known yet
   LlDispatch<Transport, Wire, Places> work(ctx, p, shared, block);
   work.prepare();
+  counters.look();
+  ctx.epoch = counters.epoch(p.turn);
   const bool begun = begin_ll(ctx, p.turn, counters, opening);
   if (begun) work.run();
   const bool alone = p.turn.receive && !p.turn.send;

@@ -122,10 +122,16 @@ struct LlCounters {
   uint64_t started;
   uint64_t done;
 
-  __device__ static LlCounters read(const Operation& op) {
+  // Asks for them: in shares, until they are looked at.
+  __device__ static LlCounters ask(const Operation& op) {
     const LowLatencyState* state = op.low_latency_state();
-    return {load_relaxed<kDeviceScope>(&state->started) / kLaunchShare,
-            load_relaxed<kDeviceScope>(&state->done) / kLaunchShare};
+    return {load_relaxed<kDeviceScope>(&state->started), load_relaxed<kDeviceScope>(&state->done)};
+  }
+  __device__ void look() {
+    look_from_here(&started);
+    look_from_here(&done);
+    started /= kLaunchShare;
+    done /= kLaunchShare;
   }
   __device__ uint64_t epoch(const LlTurn& turn) const { return (turn.send ? started : done) + 1; }
 };

@@ -48,6 +48,10 @@ __device__ inline void fence_system() {
   cuda::atomic_thread_fence(cuda::memory_order_acq_rel, cuda::thread_scope_system);
 }
 
+// A word that was loaded is not looked at before this point, so that its load may be on its way
+// until then: the compiler would begin at once with what depends on nothing else.
+__device__ inline void look_from_here(uint64_t* word) { asm volatile("" : "+l"(*word)); }
+
 __device__ inline uint64_t nanoseconds() { return cuda::ptx::get_sreg_globaltimer(); }
 
 // ---- 16-byte accesses of rows, which are touched once: they should not displace others in L1.
