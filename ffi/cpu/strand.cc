@@ -11,7 +11,6 @@ namespace jax_ep {
 namespace {
 
 constexpr std::chrono::microseconds kLookout{50};
-constexpr std::chrono::microseconds kWatchPeriod{300};
 constexpr int kQuietPeriods = 300;  // after which the watcher sleeps
 
 // Threads inherit from XLA's the habit of flushing subnormal numbers to zero. Our arithmetic is
@@ -223,7 +222,7 @@ void StrandPool::watch() {
     const uint64_t num_taken = num_taken_;
     const bool waits = !nothing_queued();
     lock.unlock();
-    std::this_thread::sleep_for(kWatchPeriod);
+    std::this_thread::sleep_for(watch_period_);
     lock.lock();
     num_quiet = nothing_queued() && num_taken == num_taken_ ? num_quiet + 1 : 0;
     if (!waits || nothing_queued() || num_taken != num_taken_) continue;

@@ -8,12 +8,14 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <utility>
 
 #include "cpu/admission.h"
 
@@ -29,7 +31,8 @@ class StrandPool {
  public:
   // The process's.
   static StrandPool& instance();
-  explicit StrandPool(int num_cores) : admission_(num_cores) {}
+  explicit StrandPool(int num_cores, std::chrono::microseconds watch_period = kWatchPeriod)
+      : watch_period_(watch_period), admission_(num_cores) {}
 
   // Runs a completion that belongs to no task of the caller's.
   void post(Completion completion);
@@ -53,6 +56,8 @@ class StrandPool {
     Admission::Turn turn;
   };
   static thread_local Thread* this_thread_;
+  // How long all that runs may stay at what it does before more is let in.
+  static constexpr std::chrono::microseconds kWatchPeriod{300};
 
   void submit(Strand* strand, Task task);
   bool idle(Strand* strand);
@@ -71,6 +76,7 @@ class StrandPool {
   void run_thread();
   void watch();
 
+  const std::chrono::microseconds watch_period_;
   std::mutex mutex_;
   Admission admission_;
   std::deque<Strand*> strands_;  // with tasks that wait for a thread
