@@ -20,7 +20,8 @@ class Admission {
 
   explicit Admission(int num_cores) : num_cores_(num_cores) {}
 
-  bool has_free_core() const { return num_running_ < num_cores_; }
+  // Whether there is a core for a thread without work: those that sleep may wake at any moment.
+  bool has_spare_core() const { return num_running_ + num_asleep_ < num_cores_; }
   // How many threads may begin work of this kind.
   int room(WorkKind kind) const { return num_cores_ + extra_[kind] - num_running_; }
 
@@ -31,13 +32,17 @@ class Admission {
     }
     return enter();
   }
-  // Without work that is counted: a thread that comes back to what it had begun.
-  Turn enter() {
-    ++num_running_;
-    return turn_;
-  }
-  void leave(Turn turn) {
+  void end(Turn turn) {
     if (turn == turn_) --num_running_;
+  }
+  // In the middle of its work.
+  void fall_asleep(Turn turn) {
+    end(turn);
+    ++num_asleep_;
+  }
+  Turn wake() {
+    --num_asleep_;
+    return enter();
   }
 
   // The threads that run have been at the same work while this much was queued. They no longer
@@ -55,8 +60,14 @@ class Admission {
  private:
   static constexpr int kCalm = 1024;
 
+  Turn enter() {
+    ++num_running_;
+    return turn_;
+  }
+
   const int num_cores_;
   int num_running_ = 0;
+  int num_asleep_ = 0;
   int extra_[kNumWorkKinds] = {};
   int num_begun_[kNumWorkKinds] = {};
   Turn turn_ = 0;

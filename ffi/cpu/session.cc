@@ -57,7 +57,7 @@ bool Session::wait_until(const Point& point, Ready ready, Seen seen) {
   if (ready()) return true;
   const WaitTimer timer(context_.waited_ns, point.peer);
   // What is queued may be what we wait for.
-  for (int spin = 0; spin < kSpins && !StrandPool::has_other_work(); ++spin) {
+  for (int spin = 0; spin < kSpins && !StrandPool::is_in_the_way(); ++spin) {
     if (ready()) return true;
     cpu_pause();
   }

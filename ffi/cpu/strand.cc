@@ -11,7 +11,8 @@ namespace jax_ep {
 namespace {
 
 constexpr std::chrono::microseconds kLookout{50};
-constexpr int kQuietPeriods = 300;  // after which the watcher sleeps
+constexpr std::chrono::microseconds kBlink{5};
+constexpr int kQuietPeriods = 100;  // after which the watcher sleeps
 
 // Threads inherit from XLA's the habit of flushing subnormal numbers to zero. Our arithmetic is
 // IEEE's, as it is on GPUs; what runs on the thread afterwards finds the habit again.
@@ -44,16 +45,15 @@ StrandPool& StrandPool::instance() {
   return *pool;
 }
 
-bool StrandPool::has_other_work() {
-  return this_thread_ != nullptr &&
-         this_thread_->pool.num_queued_.load(std::memory_order_relaxed) > 0;
+bool StrandPool::is_in_the_way() {
+  return this_thread_ != nullptr && this_thread_->pool.is_crowded();
 }
 
 StrandPool::Asleep::Asleep() {
   if (this_thread_ == nullptr) return;
   StrandPool& pool = this_thread_->pool;
   std::lock_guard<std::mutex> lock(pool.mutex_);
-  pool.admission_.leave(this_thread_->turn);
+  pool.admission_.fall_asleep(this_thread_->turn);
   pool.call_threads();
 }
 
@@ -62,7 +62,8 @@ StrandPool::Asleep::~Asleep() {
   if (this_thread_ == nullptr) return;
   StrandPool& pool = this_thread_->pool;
   std::lock_guard<std::mutex> lock(pool.mutex_);
-  this_thread_->turn = pool.admission_.enter();
+  this_thread_->turn = pool.admission_.wake();
+  pool.call_threads();
 }
 
 void StrandPool::submit(Strand* strand, Task task) {
@@ -91,17 +92,7 @@ void StrandPool::queue(Strand* strand) {
   note_queued();
 }
 
-void StrandPool::note_queued() {
-  num_queued_.fetch_add(1, std::memory_order_relaxed);
-  if (watching_) return;
-  watching_ = true;
-  if (watcher_there_) {
-    watch_.notify_one();
-  } else {
-    watcher_there_ = true;
-    std::thread([this] { watch(); }).detach();
-  }
-}
+void StrandPool::note_queued() { num_queued_.fetch_add(1, std::memory_order_relaxed); }
 
 // Tasks first: others wait for what they do.
 std::optional<WorkKind> StrandPool::next_kind() const {
@@ -118,7 +109,12 @@ void StrandPool::call_threads() {
   const int num_tasks = startable(strands_.size(), admission_.room(kTaskWork));
   const int num_completions =
       startable(completions_.size(), admission_.room(kCompletionWork) - num_tasks);
-  int missing = num_tasks + num_completions - num_coming_ - (lookout_ ? 1 : 0);
+  const int num_startable = num_tasks + num_completions;
+  const bool crowded = num_startable < num_queued_.load(std::memory_order_relaxed);
+  crowded_.store(crowded, std::memory_order_relaxed);
+  if (crowded && !watching_) call_watcher();
+  int missing = num_startable - num_coming_;
+  if (missing > 0 && has_lookout()) --missing;
   for (; missing > 0; --missing) {
     ++num_coming_;
     if (num_idle_ > 0) {
@@ -148,7 +144,7 @@ void StrandPool::run_thread() {
     if (completion != nullptr) completion();
     completion = nullptr;
     lock.lock();
-    admission_.leave(self.turn);
+    admission_.end(self.turn);
   }
 }
 
@@ -183,6 +179,23 @@ Completion StrandPool::run_next_task(Strand* strand, std::unique_lock<std::mutex
   return completion;
 }
 
+void StrandPool::call_watcher() {
+  watching_ = true;
+  if (watcher_there_) {
+    watch_.notify_one();
+  } else {
+    watcher_there_ = true;
+    std::thread([this] { watch(); }).detach();
+  }
+}
+
+// One that has not looked for some time shares a core with a thread that works, perhaps ours. To
+// wake another finds a core that is free.
+bool StrandPool::has_lookout() const {
+  const auto now = Clock::now().time_since_epoch();
+  return lookout_ && now - looked_.load(std::memory_order_relaxed) < kBlink;
+}
+
 // Until there may be work for this thread.
 void StrandPool::rest(std::unique_lock<std::mutex>* lock) {
   if (look_out(lock)) return;
@@ -196,13 +209,16 @@ void StrandPool::rest(std::unique_lock<std::mutex>* lock) {
 // little while, since to be woken takes longer than many operations. One at a time, where the work
 // of the others leaves a core. True when something was queued.
 bool StrandPool::look_out(std::unique_lock<std::mutex>* lock) {
-  if (lookout_ || !nothing_queued() || !admission_.has_free_core()) return false;
+  if (lookout_ || !nothing_queued() || !admission_.has_spare_core()) return false;
   lookout_ = true;
+  auto now = Clock::now();
+  looked_.store(now.time_since_epoch(), std::memory_order_relaxed);
   lock->unlock();
-  const auto end = std::chrono::steady_clock::now() + kLookout;
-  while (num_queued_.load(std::memory_order_relaxed) == 0 &&
-         std::chrono::steady_clock::now() < end) {
+  const auto end = now + kLookout;
+  while (num_queued_.load(std::memory_order_relaxed) == 0 && now < end) {
     std::this_thread::yield();
+    now = Clock::now();
+    looked_.store(now.time_since_epoch(), std::memory_order_relaxed);
   }
   lock->lock();
   lookout_ = false;
@@ -220,12 +236,12 @@ void StrandPool::watch() {
       num_quiet = 0;
     }
     const uint64_t num_taken = num_taken_;
-    const bool waits = !nothing_queued();
+    const bool crowded = is_crowded();
     lock.unlock();
     std::this_thread::sleep_for(watch_period_);
     lock.lock();
-    num_quiet = nothing_queued() && num_taken == num_taken_ ? num_quiet + 1 : 0;
-    if (!waits || nothing_queued() || num_taken != num_taken_) continue;
+    num_quiet = crowded || is_crowded() ? 0 : num_quiet + 1;
+    if (!crowded || !is_crowded() || num_taken != num_taken_) continue;
     admission_.set_aside(
         {static_cast<int>(strands_.size()), static_cast<int>(completions_.size())});
     call_threads();

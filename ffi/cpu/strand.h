@@ -37,8 +37,8 @@ class StrandPool {
   // Runs a completion that belongs to no task of the caller's.
   void post(Completion completion);
 
-  // Whether the calling thread is a pool's, which has other work for it.
-  static bool has_other_work();
+  // Whether the calling thread is a pool's, and keeps others from work that is queued.
+  static bool is_in_the_way();
   // While it lives, the calling thread sleeps, and if it is a pool's, another runs in its place.
   class Asleep {
    public:
@@ -50,6 +50,7 @@ class StrandPool {
 
  private:
   friend class Strand;
+  using Clock = std::chrono::steady_clock;
   // What a thread of a pool knows of itself.
   struct Thread {
     StrandPool& pool;
@@ -57,7 +58,7 @@ class StrandPool {
   };
   static thread_local Thread* this_thread_;
   // How long all that runs may stay at what it does before more is let in.
-  static constexpr std::chrono::microseconds kWatchPeriod{300};
+  static constexpr std::chrono::microseconds kWatchPeriod{500};
 
   void submit(Strand* strand, Task task);
   bool idle(Strand* strand);
@@ -65,6 +66,9 @@ class StrandPool {
   // With mutex held:
   void queue(Strand* strand);
   void note_queued();
+  void call_watcher();
+  bool has_lookout() const;
+  bool is_crowded() const { return crowded_.load(std::memory_order_relaxed); }
   bool nothing_queued() const { return strands_.empty() && completions_.empty(); }
   std::optional<WorkKind> next_kind() const;
   void call_threads();
@@ -89,10 +93,12 @@ class StrandPool {
   int num_calls_ = 0;     // to sleeping threads that have not heard yet
   int num_coming_ = 0;    // threads called, or made, that have not looked for work yet
   bool lookout_ = false;  // one more has no work and is awake
+  std::atomic<Clock::duration> looked_{};  // when it last did look, since the clock's epoch
+  std::atomic<bool> crowded_{false};       // more is queued than may begin
 
   std::condition_variable watch_;
   bool watcher_there_ = false;
-  bool watching_ = false;  // false: the watcher sleeps until something is queued
+  bool watching_ = false;  // false: the watcher sleeps until more is queued than may begin
 };
 
 class Strand {

@@ -95,16 +95,16 @@ void check_admission() {
   const auto first = admission.begin(kTaskWork);
   const auto second = admission.begin(kCompletionWork);
   EXPECT(admission.room(kTaskWork) == 0 && admission.room(kCompletionWork) == 0);
-  EXPECT(!admission.has_free_core());
-  admission.leave(first);
-  EXPECT(admission.room(kTaskWork) == 1 && admission.has_free_core());
+  EXPECT(!admission.has_spare_core());
+  admission.end(first);
+  EXPECT(admission.room(kTaskWork) == 1 && admission.has_spare_core());
   admission.begin(kTaskWork);
 
   // Two run, six completions wait: eight is what a program like this takes.
   admission.set_aside({0, 6});
   EXPECT(admission.room(kTaskWork) == kCores);
   EXPECT(admission.room(kCompletionWork) == 8);
-  admission.leave(second);  // no longer counts
+  admission.end(second);  // no longer counts
   EXPECT(admission.room(kTaskWork) == kCores);
   for (int i = 0; i < 6; ++i) admission.begin(kCompletionWork);
   EXPECT(admission.room(kCompletionWork) == 2);
@@ -116,7 +116,7 @@ void check_forgetting() {
   admission.set_aside({0, 8});
   EXPECT(admission.room(kCompletionWork) == 8);
   const auto begin_and_end = [&](WorkKind kind, int times) {
-    for (int i = 0; i < times; ++i) admission.leave(admission.begin(kind));
+    for (int i = 0; i < times; ++i) admission.end(admission.begin(kind));
   };
   begin_and_end(kTaskWork, 100000);
   EXPECT(admission.room(kCompletionWork) == 8);
@@ -177,15 +177,15 @@ void check_sleepers_make_room() {
 }
 
 void check_other_work_is_seen() {
-  EXPECT(!StrandPool::has_other_work());  // not a pool's thread
+  EXPECT(!StrandPool::is_in_the_way());  // not a pool's thread
   std::deque<Strand>& strands = make_strands(make_pool(1, kNever), 2);
   Latch queued(1);
   Latch done(2);
   bool before = true, after = false;
   strands[0].submit([&] {
-    before = StrandPool::has_other_work();
+    before = StrandPool::is_in_the_way();
     queued.wait();
-    after = StrandPool::has_other_work();
+    after = StrandPool::is_in_the_way();
     return Completion([&] { done.count_down(); });
   });
   while (strands[0].idle()) std::this_thread::yield();

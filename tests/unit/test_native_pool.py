@@ -20,7 +20,7 @@ REQUIRE = "JAX_EP_REQUIRE_SANITIZERS"
 # program is ended by its alarm.
 WRONG = {
     "no_limit": ("self.turn = admission_.begin(*kind);", "self.turn = ~Admission::Turn{0};"),
-    "no_room_for_others_than_sleepers": ("  pool.admission_.leave(this_thread_->turn);\n", ""),
+    "no_room_for_others_than_sleepers": ("  pool.admission_.fall_asleep(this_thread_->turn);\n", ""),
     "no_watcher": ("    admission_.set_aside(", "    if (false) admission_.set_aside("),
     "no_order": (
         "Task task = std::move(strand->tasks_.front());\n  strand->tasks_.pop_front();",
