@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "cpu/strand.h"
+
 namespace jax_ep {
 
 namespace {
@@ -54,7 +56,8 @@ template <typename Ready, typename Seen>
 bool Session::wait_until(const Point& point, Ready ready, Seen seen) {
   if (ready()) return true;
   const WaitTimer timer(context_.waited_ns, point.peer);
-  for (int spin = 0; spin < kSpins; ++spin) {
+  // What is queued may be what we wait for.
+  for (int spin = 0; spin < kSpins && !StrandPool::is_in_the_way(); ++spin) {
     if (ready()) return true;
     cpu_pause();
   }
@@ -65,6 +68,7 @@ template <typename Ready, typename Seen>
 bool Session::wait_parked(const Point& point, Ready ready, Seen seen) {
   Doorbell bell(window_.control(rank(), window_.control_layout.doorbell(channel_)));
   const auto deadline = std::chrono::steady_clock::now() + context_.timeout;
+  const StrandPool::Asleep asleep;
   for (;;) {
     if (ready()) return true;
     if (poisoned() || std::chrono::steady_clock::now() >= deadline) {
