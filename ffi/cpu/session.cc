@@ -56,8 +56,7 @@ template <typename Ready, typename Seen>
 bool Session::wait_until(const Point& point, Ready ready, Seen seen) {
   if (ready()) return true;
   const WaitTimer timer(context_.waited_ns, point.peer);
-  // What is queued may be what we wait for.
-  for (int spin = 0; spin < kSpins && !StrandPool::is_in_the_way(); ++spin) {
+  for (int spin = 0; spin < kSpins; ++spin) {
     if (ready()) return true;
     cpu_pause();
   }

@@ -45,10 +45,6 @@ StrandPool& StrandPool::instance() {
   return *pool;
 }
 
-bool StrandPool::is_in_the_way() {
-  return this_thread_ != nullptr && this_thread_->pool.is_crowded();
-}
-
 StrandPool::Asleep::Asleep() {
   if (this_thread_ == nullptr) return;
   StrandPool& pool = this_thread_->pool;
@@ -110,9 +106,8 @@ void StrandPool::call_threads() {
   const int num_completions =
       startable(completions_.size(), admission_.room(kCompletionWork) - num_tasks);
   const int num_startable = num_tasks + num_completions;
-  const bool crowded = num_startable < num_queued_.load(std::memory_order_relaxed);
-  crowded_.store(crowded, std::memory_order_relaxed);
-  if (crowded && !watching_) call_watcher();
+  crowded_ = num_startable < num_queued_.load(std::memory_order_relaxed);
+  if (crowded_ && !watching_) call_watcher();
   int missing = num_startable - num_coming_;
   if (missing > 0 && has_lookout()) --missing;
   for (; missing > 0; --missing) {
@@ -236,12 +231,12 @@ void StrandPool::watch() {
       num_quiet = 0;
     }
     const uint64_t num_taken = num_taken_;
-    const bool crowded = is_crowded();
+    const bool crowded = crowded_;
     lock.unlock();
     std::this_thread::sleep_for(watch_period_);
     lock.lock();
-    num_quiet = crowded || is_crowded() ? 0 : num_quiet + 1;
-    if (!crowded || !is_crowded() || num_taken != num_taken_) continue;
+    num_quiet = crowded || crowded_ ? 0 : num_quiet + 1;
+    if (!crowded || !crowded_ || num_taken != num_taken_) continue;
     admission_.set_aside(
         {static_cast<int>(strands_.size()), static_cast<int>(completions_.size())});
     call_threads();

@@ -37,8 +37,6 @@ class StrandPool {
   // Runs a completion that belongs to no task of the caller's.
   void post(Completion completion);
 
-  // Whether the calling thread is a pool's, and keeps others from work that is queued.
-  static bool is_in_the_way();
   // While it lives, the calling thread sleeps, and if it is a pool's, another runs in its place.
   class Asleep {
    public:
@@ -68,7 +66,6 @@ class StrandPool {
   void note_queued();
   void call_watcher();
   bool has_lookout() const;
-  bool is_crowded() const { return crowded_.load(std::memory_order_relaxed); }
   bool nothing_queued() const { return strands_.empty() && completions_.empty(); }
   std::optional<WorkKind> next_kind() const;
   void call_threads();
@@ -94,7 +91,7 @@ class StrandPool {
   int num_coming_ = 0;    // threads called, or made, that have not looked for work yet
   bool lookout_ = false;  // one more has no work and is awake
   std::atomic<Clock::duration> looked_{};  // when it last did look, since the clock's epoch
-  std::atomic<bool> crowded_{false};       // more is queued than may begin
+  bool crowded_ = false;                   // more is queued than may begin
 
   std::condition_variable watch_;
   bool watcher_there_ = false;

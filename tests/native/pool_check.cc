@@ -176,26 +176,6 @@ void check_sleepers_make_room() {
   EXPECT(crowd.most() == 1);
 }
 
-void check_other_work_is_seen() {
-  EXPECT(!StrandPool::is_in_the_way());  // not a pool's thread
-  std::deque<Strand>& strands = make_strands(make_pool(1, kNever), 2);
-  Latch queued(1);
-  Latch done(2);
-  bool before = true, after = false;
-  strands[0].submit([&] {
-    before = StrandPool::is_in_the_way();
-    queued.wait();
-    after = StrandPool::is_in_the_way();
-    return Completion([&] { done.count_down(); });
-  });
-  while (strands[0].idle()) std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  strands[1].submit([&] { return Completion([&] { done.count_down(); }); });
-  queued.count_down();
-  done.wait();
-  EXPECT(!before && after);
-}
-
 // As when a program goes on with a collective of all ranks in each rank's completion.
 void check_blocked_completions(std::chrono::microseconds watch_period, bool posted) {
   constexpr int kRanks = 8;
@@ -305,7 +285,6 @@ int main(int argc, char** argv) {
   check_forgetting();
   check_limit();
   check_sleepers_make_room();
-  check_other_work_is_seen();
   for (bool posted : {false, true}) {
     check_blocked_completions(std::chrono::microseconds(300), posted);
     check_blocked_completions(std::chrono::milliseconds(100), posted);
