@@ -119,7 +119,7 @@ class LlCombine {
     if (warp_id() == 1) name_ranks();
   }
 
-  // Rows [begin, end) of the list, into the sums. After each, done(i).
+  // Rows [begin, end) of the list, into the sums. After each, done(i, source).
   template <class Done>
   __device__ void add_rows(int begin, int end, Sums& sums, Done done) const {
 #pragma unroll 1

@@ -3,6 +3,7 @@
 import pathlib
 import sys
 
+import cases
 import gpu_world
 import pytest
 
@@ -15,6 +16,14 @@ sys.path += [str(_TESTS / folder) for folder in ("ops", "faults")]
 def _cuda_backend():
     """Tests here need a GPU and the compiled module; without them they are skipped, saying why."""
     gpu_world.require_cuda(1)
+
+
+@pytest.fixture
+def seed() -> int:
+    """Fresh for every test, and printed."""
+    fresh = cases.fresh_seed()
+    print(f"{cases.SEED_VARIABLE}={fresh}")
+    return fresh
 
 
 @pytest.fixture(params=[1, 2])

@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "processes"))
-import cases
 import float8_check
 import launch
 import low_latency_scenarios
 import saved
 import scenarios
-import test_cases_agree
 import test_gpu_epochs
 import test_gpu_float8
 import test_gpu_processes
@@ -40,19 +38,8 @@ def crew(request, tmp_path_factory):
         crew.dismiss()
 
 
-@pytest.fixture
-def seed() -> int:
-    fresh = cases.fresh_seed()
-    print(f"{cases.SEED_VARIABLE}={fresh}")
-    return fresh
-
-
 def test_bits_are_those_of_one_process(tmp_path, crew, seed):
-    """Of every result of the case table, gradients included."""
-    table = test_cases_agree.TABLE
-    names = [name for name in test_cases_agree.OF_TWO if table[name].T > 0]
-    crew.run(tmp_path, "case_table", {"cases": names, "seed": seed})
-    test_cases_agree.assert_bits_of_one_process(tmp_path, 2, names, seed, "cpu")
+    test_gpu_processes.assert_case_table_has_the_bits_of_one_process(tmp_path, crew, seed)
 
 
 def test_notices_and_dispatches_along_routings(tmp_path, crew, seed):

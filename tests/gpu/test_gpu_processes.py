@@ -8,7 +8,6 @@ import gpu_world
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "processes"))
-import cases
 import launch
 import test_cases_agree
 import test_modes_agree
@@ -37,19 +36,16 @@ def mixed_crew(tmp_path_factory):
         crew.dismiss()
 
 
-@pytest.fixture
-def seed() -> int:
-    fresh = cases.fresh_seed()
-    print(f"{cases.SEED_VARIABLE}={fresh}")
-    return fresh
-
-
 def test_bits_are_those_of_one_process(tmp_path, crew, seed):
+    assert_case_table_has_the_bits_of_one_process(tmp_path, crew, seed)
+
+
+def assert_case_table_has_the_bits_of_one_process(folder, crew, seed) -> None:
     """Of every result of the case table, gradients included."""
     table = test_cases_agree.TABLE
     names = [name for name in test_cases_agree.OF_TWO if table[name].T > 0]
-    crew.run(tmp_path, "case_table", {"cases": names, "seed": seed})
-    test_cases_agree.assert_bits_of_one_process(tmp_path, 2, names, seed, "cpu")
+    crew.run(folder, "case_table", {"cases": names, "seed": seed})
+    test_cases_agree.assert_bits_of_one_process(folder, 2, names, seed, "cpu")
 
 
 def test_low_latency_has_the_bits_of_one_process(tmp_path, crew, seed):
