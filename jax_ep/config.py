@@ -12,6 +12,7 @@ from .errors import EpUsageError
 
 MAX_EXPERTS_PER_TOKEN = 32
 MAX_UINT16 = 65_535  # tokens of a rank and experts of a rank travel as 16-bit numbers
+MAX_HIDDEN = 2**24  # sizes of rows are 32-bit numbers, with room to multiply
 ROW_BYTES_MULTIPLE = 16
 DEFAULT_CHUNK_TOKENS = 4096
 MODES = ("high_throughput", "low_latency")
@@ -26,7 +27,7 @@ class EpConfig:
     Args:
         num_experts: E, experts over all ranks.
         num_experts_per_tok: K, experts each token is sent to; at most 32 and at most E.
-        hidden: H, elements in a token's row. A row must be a multiple of 16 bytes.
+        hidden: H, elements in a token's row, at most 2**24. A row must be a multiple of 16 bytes.
         max_tokens_per_rank: the largest T that one call may bring; at most 65,535.
         dtype: element type of the rows: float32, bfloat16 or float16.
         mode: "high_throughput" for ``dispatch`` and ``combine``, which carry any number of tokens
@@ -68,7 +69,7 @@ class EpConfig:
                 f"num_experts={self.num_experts}; a token can go to each expert "
                 "once, so lower num_experts_per_tok"
             )
-        self._set("hidden", positive_int("hidden", self.hidden))
+        self._set("hidden", positive_int("hidden", self.hidden, at_most=MAX_HIDDEN))
         self._set(
             "max_tokens_per_rank",
             positive_int("max_tokens_per_rank", self.max_tokens_per_rank, at_most=MAX_UINT16),

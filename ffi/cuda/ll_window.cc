@@ -63,7 +63,7 @@ cudaError_t fill_ll_window(char* window, const WindowLayout& layout, cudaStream_
   if (layout.shape.num_ranks == 1) return cudaSuccess;
   for (int parity = 0; parity < kNumBuffers; ++parity) {
     for (const Region region : {kDispatchData, kCombineData, kCombineScalars}) {
-      char* at = window + layout.item(region, parity, 0, 0);
+      char* at = window + layout.item(region, parity, 0);
       const auto bytes = static_cast<size_t>(region_bytes(layout.shape, region));
       const cudaError_t error = cudaMemsetAsync(at, 0xFF, bytes, stream);
       if (error != cudaSuccess) return error;

@@ -52,38 +52,61 @@ enum Region : int {
   kNumRegions,
 };
 
-JAX_EP_HD constexpr int64_t region_bytes(const WindowShape& shape, Region region) {
-  const int64_t messages = shape.num_slots() * shape.message_stride();
-  const int64_t rows = shape.num_slots() * shape.row_stride();
+// From one item of a region to the next, in bytes.
+JAX_EP_HD constexpr int64_t item_stride(const WindowShape& shape, Region region) {
   switch (region) {
     case kDispatchData:
-      return messages;
+    case kDispatchSend:
+      return shape.message_stride();
+    case kCombineData:
+    case kCombineSend:
+      return shape.row_stride();
     case kDispatchCounts:
-      return int64_t{8} * shape.num_ranks * shape.experts_per_rank();
     case kDispatchTags:
     case kCombineTags:
-      return int64_t{8} * shape.num_ranks;
+    case kNotifyCounts:
+      return 8;
     case kDispatchFlags:
     case kCombineFlags:
-      return 4 * shape.num_slots();
-    case kDispatchSend:
-      return shape.staging ? messages : 0;
-    case kCombineData:
-      return rows;
+      return 4;
     case kCombineScalars:
-      return 4 * shape.num_slots() * shape.num_experts_per_tok;
-    case kCombineSend:
-      return shape.staging ? rows : 0;
-    case kNotifyCounts:
-      return int64_t{8} * shape.num_ranks * shape.num_experts;
+      return int64_t{4} * shape.num_experts_per_tok;
     case kRouteRecords:
-      return shape.records ? kRecordBytes * shape.num_slots() * shape.num_experts_per_tok *
-                                 (shape.staging ? 2 : 1)
-                           : 0;
+      return kRecordBytes * shape.num_experts_per_tok;
     case kNumRegions:
       break;
   }
   return 0;
+}
+
+JAX_EP_HD constexpr int64_t num_items(const WindowShape& shape, Region region) {
+  switch (region) {
+    case kDispatchData:
+    case kDispatchFlags:
+    case kCombineData:
+    case kCombineScalars:
+    case kCombineFlags:
+      return shape.num_slots();
+    case kDispatchSend:
+    case kCombineSend:
+      return shape.staging ? shape.num_slots() : 0;
+    case kRouteRecords:
+      return shape.records ? shape.num_slots() * (shape.staging ? 2 : 1) : 0;
+    case kDispatchTags:
+    case kCombineTags:
+      return shape.num_ranks;
+    case kDispatchCounts:
+      return int64_t{shape.num_ranks} * shape.experts_per_rank();
+    case kNotifyCounts:
+      return int64_t{shape.num_ranks} * shape.num_experts;
+    case kNumRegions:
+      break;
+  }
+  return 0;
+}
+
+JAX_EP_HD constexpr int64_t region_bytes(const WindowShape& shape, Region region) {
+  return num_items(shape, region) * item_stride(shape, region);
 }
 
 constexpr const char* region_name(Region region) {

@@ -72,7 +72,7 @@ void HostWindows::clear_signals(const std::vector<int>& ranks) {
     if (peer.data == nullptr) continue;
     for (int parity = 0; parity < kNumBuffers; ++parity) {
       for (Region region : kSignals) {
-        std::memset(peer.data + layout_.item(region, parity, 0, 0), 0,
+        std::memset(peer.data + layout_.item(region, parity, 0), 0,
                     region_bytes(layout_.shape, region));
       }
     }

@@ -29,7 +29,7 @@ class DirectDriver {
     for (int rank = 0; rank < world.num_ranks() && world.num_ranks() > 1; ++rank) {
       for (int parity = 0; parity < kNumBuffers; ++parity) {
         for (Region region : {kDispatchData, kCombineData, kCombineScalars}) {
-          std::memset(window.data(rank, layout.item(region, parity, 0, 0)), kPoison,
+          std::memset(window.data(rank, layout.item(region, parity, 0)), kPoison,
                       region_bytes(layout.shape, region));
         }
       }

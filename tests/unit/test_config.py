@@ -61,6 +61,7 @@ def test_low_latency_carries_all_tokens_in_one_epoch(max_tokens):
         ({"hidden": -8}, "hidden=-8", "positive int"),
         ({"hidden": 12}, "hidden=12 with dtype=bfloat16 makes rows of 24", "multiple of 8"),
         ({"hidden": 6, "dtype": "float32"}, "hidden=6 with dtype=float32", "multiple of 4"),
+        ({"hidden": 2**24 + 8}, "hidden=16777224", "at most 16777216"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0", "positive int"),
         ({"max_tokens_per_rank": 65_536}, "max_tokens_per_rank=65536", "at most 65535"),
         ({"dtype": "float64"}, "dtype='float64'", "use float32, bfloat16 or float16"),
