@@ -107,12 +107,21 @@ def low_latency_combine(
     Raises:
         EpUsageError: as ``low_latency_dispatch``, or ``routed`` is another buffer's.
     """
-    op = "low_latency_combine"
-    facts = check_combine(op, buffer, y, routed)
-    arrays = (*_combine_arrays(y, routed), order_token(op, after))
-    backend = _low_latency_reference if buffer.backend == "reference" else _low_latency_vjp
-    out, _ = backend.combine(facts, *_cast_tree(buffer, arrays))
+    out, _ = combine_in_turn(buffer, y, routed, order_token("low_latency_combine", after))
     return out
+
+
+def combine_in_turn(
+    buffer: Buffer, y: jax.Array, routed: LowLatencyRouted, token: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """``low_latency_combine`` behind an order token, and a token that stands for its end.
+
+    Not exported: an array has nowhere to keep the second. For chains of nothing but combines.
+    """
+    facts = check_combine("low_latency_combine", buffer, y, routed)
+    arrays = (*_combine_arrays(y, routed), token)
+    backend = _low_latency_reference if buffer.backend == "reference" else _low_latency_vjp
+    return backend.combine(facts, *_cast_tree(buffer, arrays))
 
 
 def low_latency_dispatch_start(

@@ -5,8 +5,9 @@ What links an operation to the next are its own results, or one number more.
 A system of custom calls needs no more than a dependence: XLA cannot look into a call, nor merge two
 with different operands, nor fuse them. Dispatch's checked ``topk_idx`` goes into the next dispatch,
 and combine's result is the next tokens: such chains hold the calls and nothing else. Combines in a
-row are linked by a *touch*: 0, computed from one element of the result in a way that XLA cannot
-see through, is added to the weights, in one small kernel.
+row are linked by order tokens where the system has them, else by a *touch*: 0, computed from one
+element of the result in a way that XLA cannot see through, is added to the weights, in one small
+kernel.
 
 Systems that XLA can look into are also cut by ``optimization_barrier``, which XLA:GPU keeps until
 it has fused what it will: what is before one must exist in memory, and what is behind is not the
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .systems import Operations
+from .systems import Operations, System
 
 
 def touch(array: jax.Array, mark: jax.Array) -> jax.Array:
@@ -86,6 +87,9 @@ def combine(ops: Operations, inputs, never, length):
     sent = _cut(ops, ops.dispatch(*inputs))
     y = sent.tokens
     for _ in range(length):
+        if ops.combine_in_turn is not None:
+            out, sent = ops.combine_in_turn(y, sent)
+            continue
         out = _cut(ops, ops.combine(y, sent))
         mark = mark_of(out, never)
         if dataclasses.is_dataclass(sent) and hasattr(sent, "weights"):
@@ -139,6 +143,6 @@ def glue(ops: Operations, inputs, never, length):
     return touch_first(x, mark_of(topk_weights, never))
 
 
-def has_glue(op: str, opaque: bool) -> bool:
+def has_glue(op: str, system: System) -> bool:
     """Whether a chain's operation holds a touch besides the system's own work."""
-    return not opaque or op == "combine"
+    return not system.opaque or (op == "combine" and not system.in_turn)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import jax_ep
+from jax_ep.low_latency import combine_in_turn
 
 from .workload import AXIS, Sizes, Workload
 
@@ -73,6 +74,7 @@ def open_buffer(
                 _dispatch, buffer, layout, sizes.capacity if packed else None, quantize
             ),
             combine=functools.partial(_combine, buffer, sizes),
+            combine_in_turn=functools.partial(_combine_in_turn, buffer),
             rows=functools.partial(_rows, sizes),
             topk_idx=lambda sent: sent.handle.topk_idx,
         )
@@ -100,7 +102,16 @@ def _combine(buffer, sizes: Sizes, y: jax.Array, sent: Sent) -> jax.Array:
     if y.ndim < sent.tokens.ndim:
         places = _places(sizes, sent.group_sizes)
         y = jnp.zeros(sent.tokens.shape, y.dtype).at[places].set(y, mode="drop")
-    routed = jax_ep.LowLatencyRouted(
+    return jax_ep.low_latency_combine(buffer, y, _routed(sent))
+
+
+def _combine_in_turn(buffer, y: jax.Array, sent: Sent) -> tuple[jax.Array, Sent]:
+    out, token = combine_in_turn(buffer, y, _routed(sent), sent.token)
+    return out, dataclasses.replace(sent, token=token)
+
+
+def _routed(sent: Sent) -> jax_ep.LowLatencyRouted:
+    return jax_ep.LowLatencyRouted(
         tokens=sent.tokens,
         weights=sent.weights,
         counts=sent.group_sizes,
@@ -109,7 +120,6 @@ def _combine(buffer, sizes: Sizes, y: jax.Array, sent: Sent) -> jax.Array:
         token=sent.token,
         stats=None,
     )
-    return jax_ep.low_latency_combine(buffer, y, routed)
 
 
 def _rows(sizes: Sizes, sent: Sent) -> jax.Array:

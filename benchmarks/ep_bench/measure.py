@@ -145,7 +145,7 @@ class _Run:
     def _glue_us(self, op: str, system: System) -> float | None:
         if self._settings.style == "loop":
             slope = self._glue.get(system.name)
-        elif linked.has_glue(op, system.opaque):
+        elif linked.has_glue(op, system):
             slope = next(iter(self._glue.values()), None)
         else:
             return 0.0

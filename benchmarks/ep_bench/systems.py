@@ -43,6 +43,8 @@ class Operations:
             by it.
         notify: of systems that exchange the counts of a dispatch ahead of it: ``topk_idx ->
             [T, K]``, a result of the exchange that equals topk_idx.
+        combine_in_turn: of systems whose operations have an order token: ``(y, sent) -> (out,
+            sent)``, a combine and what the next one must be given to come after it.
     """
 
     dispatch: Callable[..., Any]
@@ -50,6 +52,7 @@ class Operations:
     rows: Callable[[Any], jax.Array] = _tokens
     topk_idx: Callable[[Any], jax.Array] | None = None
     notify: Callable[[jax.Array], jax.Array] | None = None
+    combine_in_turn: Callable[[jax.Array, Any], tuple[jax.Array, Any]] | None = None
 
     @property
     def opaque(self) -> bool:
@@ -69,6 +72,7 @@ class System:
             known.
         copies_rows: whether XLA may copy arrays of rows between its steps.
         opaque: as in Operations.
+        in_turn: whether its Operations have combine_in_turn.
         ops: which operations are its own.
         wire_rows: rows that a dispatch, or a combine, sends over the busiest direction of any
             rank's link; None where it is not known.
@@ -81,6 +85,7 @@ class System:
     calls: Mapping[str, Mapping[str, int]] | None
     copies_rows: bool = False
     opaque: bool = False
+    in_turn: bool = False
     ops: tuple[str, ...] = OPS
     wire_rows: Callable[[Sizes], int] | None = None
     expanded: bool = True
@@ -230,6 +235,7 @@ def _table() -> Iterator[System]:
             open=functools.partial(low_latency.open_buffer, layout, Operations, TIMEOUT_S),
             calls=_LOW_LATENCY_CALLS,
             opaque=True,
+            in_turn=True,
             ops=ops,
             wire_rows=lambda sizes: sizes.wire_rows,
         )
@@ -240,6 +246,7 @@ def _table() -> Iterator[System]:
         ),
         calls={"dispatch": {"jax_ep_ll_dispatch_float8": 1}},
         opaque=True,
+        in_turn=True,
         ops=("dispatch",),
         off=1 / 16,
     )
