@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   __shared__ LlVerdict verdict;
   __shared__ LlCombineBlock block;
   LlCounters counters = LlCounters::ask(p.op);
-  const LlOpening opening = LlOpening::read(p.op, p.turn);
+  const LlOpening opening = LlOpening::read(p.op, p.turn, state);
   LlContext ctx{{p.op, state, /*epoch=*/0}, verdict};  // not known yet
   LlCombine<Transport, kType, kUnits> work(ctx, p, shared, block);
   work.prepare();
@@ -26,10 +26,8 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   } else {
     work.settle();
   }
-  const bool alone = p.turn.receive && !p.turn.send;
   finish_ll(
-      ctx, p.turn, counters, begun, alone, [&] { spoil_ll_combine(p); },
-      [&] { send_credits(ctx); });
+      ctx, p.turn, counters, begun, /*needs_last=*/false, [&] { spoil_ll_combine(p); }, [] {});
 }
 
 using Kernel = void (*)(LlCombineParams);
@@ -61,18 +59,19 @@ LlCombinePlan plan_ll_combine(const WindowShape& shape, int num_tokens, int num_
   LlCombinePlan plan{};
   plan.by_experts_per_tok = LlDivisor::of(shape.num_experts_per_tok);
   plan.by_experts_per_rank = LlDivisor::of(shape.experts_per_rank());
+  plan.row_bytes = static_cast<int>(shape.row_bytes);
   const int most_rows = shape.num_ranks * shape.num_experts_per_tok;
   SharedLayout layout(limits.max_shared_bytes - kStaticBytes);
   plan.list_offset = layout.take(static_cast<int64_t>(sizeof(LlRow)) * most_rows);
   plan.stage_offset = align_up(layout.used(), 128);
   plan.grid = plan_ll_grid(num_tokens, static_cast<int>(shape.row_bytes / 16), kLlMaxUnits,
                            plan.stage_offset + kStaticBytes, num_sms, limits);
-  plan.stage_bytes = align_up(int64_t{plan.grid.part_columns} * 16, 128);
+  plan.stage_bytes = static_cast<int>(align_up(plan.grid.part_columns * 16, 128));
   const int64_t room =
       ll_shared_room(plan.grid, num_sms, limits) - kStaticBytes - plan.stage_offset;
   const int64_t most_staged = limits.bulk_copy ? most_rows : 0;
   plan.num_staged = static_cast<int>(std::clamp<int64_t>(room / plan.stage_bytes, 0, most_staged));
-  plan.shared_bytes = plan.stage_offset + plan.num_staged * plan.stage_bytes;
+  plan.shared_bytes = plan.stage_offset + int64_t{plan.num_staged} * plan.stage_bytes;
   return plan;
 }
 

@@ -22,9 +22,10 @@ struct LlCombinePlan {
   LlGrid grid;
   LlDivisor by_experts_per_tok;
   LlDivisor by_experts_per_rank;
+  int row_bytes;
   int64_t list_offset;   // LlRow [R * K]
   int64_t stage_offset;  // [num_staged, stage_bytes]: rows brought into shared memory
-  int64_t stage_bytes;
+  int stage_bytes;
   int num_staged;
   int64_t shared_bytes;
 };

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const CombineGradParams& p = params.grad;
   const LlTurn& turn = params.turn;
   LlCounters counters = LlCounters::ask(p.op);
-  const LlOpening opening = LlOpening::read(p.op, turn);
+  const LlOpening opening = LlOpening::read(p.op, turn, state);
   counters.look();
   const LlContext ctx{{p.op, state, counters.epoch(turn)}, verdict};
   const bool begun = begin_ll(ctx, turn, counters, opening);

@@ -159,7 +159,7 @@ class LlCombine {
   __device__ int rank_of_entry() const {
     if (lane_id() >= num_experts_per_tok_) return -1;
     const WindowShape& shape = p_.op.layout.shape;
-    const int expert = p_.topk_idx[int64_t{item_.token} * num_experts_per_tok_ + lane_id()];
+    const int expert = p_.topk_idx[item_.token * num_experts_per_tok_ + lane_id()];
     const bool valid = expert >= 0 && expert < shape.num_experts;
     return valid ? p_.plan.by_experts_per_rank.quotient(expert) : -1;
   }
@@ -178,9 +178,10 @@ class LlCombine {
   // ---- Sending.
 
   __device__ void send() const {
+    if (item_.has(0)) send_columns();
+    __syncwarp();
     if (item_.first_part && warp_id() == 0) send_flags();
     if (item_.first_part && warp_id() == 1 && p_.row_scalars != nullptr) send_scalars();
-    if (item_.has(0)) send_columns();
     put_sums();
   }
 
@@ -223,8 +224,7 @@ class LlCombine {
   __device__ void put_sums() const {
     const uint64_t ranks = rows_.present() & ~(uint64_t{1} << ctx_.rank());
     put_to_remote<Transport>(ctx_, ranks, [&](int rank) {
-      Transport::put(ctx_, rank, slot_offset(ctx_.rank()) + int64_t{item_.begin()} * 16,
-                     int64_t{item_.size()} * 16);
+      Transport::put(ctx_, rank, slot_offset(ctx_.rank()) + item_.begin() * 16, item_.size() * 16);
     });
   }
 
@@ -255,7 +255,7 @@ class LlCombine {
         sums.add(columns, 1.0f);
       }
     }
-    char* out = p_.out + item_.token * p_.op.layout.shape.row_bytes;
+    char* out = p_.out + wide_product(item_.token, p_.plan.row_bytes);
     stream_columns(out, item_, sums.rounded());
   }
 
@@ -297,7 +297,7 @@ class LlCombine {
       uint32_t word;
       if (wait_for_scalar(r, &word) && mine == r) scalar = __uint_as_float(word);
     }
-    p_.scalars[int64_t{item_.token} * num_experts_per_tok_ + lane_id()] = scalar;
+    p_.scalars[item_.token * num_experts_per_tok_ + lane_id()] = scalar;
   }
   __device__ bool wait_for_scalar(int peer, uint32_t* word) const {
     auto* at = reinterpret_cast<uint32_t*>(ctx_.own_window(scalars_offset(peer))) + lane_id();

@@ -6,6 +6,36 @@
 namespace jax_ep::gpu {
 namespace {
 
+// All threads of one block: what the outputs of an aborted operation hold.
+__device__ __noinline__ void spoil_ll_dispatch(const LlDispatchParams& p) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int threads = static_cast<int>(blockDim.x);
+  const WindowShape& shape = p.op.layout.shape;
+  const int64_t entries = int64_t{p.op.num_tokens} * shape.num_experts_per_tok;
+  if (p.turn.send) fill(p.sanitised_idx, entries, -1, thread, threads);
+  if (!p.turn.receive) return;
+  if (p.output == LlOutput::kValues) {
+    constexpr uint32_t kNans = 0x7F7F7F7Fu;
+    fill(reinterpret_cast<uint32_t*>(p.tokens), p.capacity * p.plan.row.output_bytes / 4, kNans,
+         thread, threads);
+    fill_nan(reinterpret_cast<char*>(p.scales), p.capacity * p.plan.row.num_scales * 4,
+             RowType::kFloat32);
+  } else {
+    fill_nan(p.tokens, p.capacity * shape.row_bytes, p.row_type);
+  }
+  fill_nan(reinterpret_cast<char*>(p.weights), p.capacity * 4, RowType::kFloat32);
+  fill(p.group_sizes, shape.experts_per_rank(), 0, thread, threads);
+  fill(p.valid_sizes, shape.experts_per_rank(), 0, thread, threads);
+  fill(p.num_dropped, 1, 0, thread, threads);
+  fill(p.recv_rows, entries * shape.num_ranks, -1, thread, threads);
+  for (int e = thread; p.expert_tokens != nullptr && e < shape.experts_per_rank(); e += threads) {
+    p.expert_tokens[e] = p.expert_tokens_before[e];
+  }
+  for (int r = thread; p.waited_ns != nullptr && r < shape.num_ranks; r += threads) {
+    p.waited_ns[r] = p.waited_ns_before[r];
+  }
+}
+
 // ---- The kernels.
 
 template <class Transport, class Wire, class Places>
@@ -16,7 +46,7 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   __shared__ LlVerdict verdict;
   __shared__ LlDispatchBlock block;
   LlCounters counters = LlCounters::ask(p.op);
-  const LlOpening opening = LlOpening::read(p.op, p.turn);
+  const LlOpening opening = LlOpening::read(p.op, p.turn, state);
   LlContext ctx{{p.op, state, /*epoch=*/0}, verdict};  // not known yet
   LlDispatch<Transport, Wire, Places> work(ctx, p, shared, block);
   work.prepare();
@@ -24,14 +54,10 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   ctx.epoch = counters.epoch(p.turn);
   const bool begun = begin_ll(ctx, p.turn, counters, opening);
   if (begun) work.run();
-  const bool alone = p.turn.receive && !p.turn.send;
   const bool in_device_memory = p.plan.masks_offset < 0 || p.plan.bases_offset < 0;
   finish_ll(
-      ctx, p.turn, counters, begun, alone || in_device_memory, [&] { spoil_ll_dispatch(p); },
-      [&] {
-        if (alone) send_credits(ctx);
-        if (in_device_memory) clear_channel_state(p.op);
-      });
+      ctx, p.turn, counters, begun, in_device_memory, [&] { spoil_ll_dispatch(p); },
+      [&] { clear_channel_state(p.op); });
 }
 
 using Kernel = void (*)(LlDispatchParams);
@@ -42,19 +68,36 @@ Kernel kernel_of(bool padded) {
   return ll_dispatch_kernel<GroupTransport, Wire, CompactPlaces>;
 }
 
+template <bool kDequantizes>
+Kernel quantized_kernel_of(RowType type, bool padded) {
+  switch (type) {
+    case RowType::kFloat32:
+      return kernel_of<QuantizedWire<RowType::kFloat32, kDequantizes>>(padded);
+    case RowType::kBFloat16:
+      return kernel_of<QuantizedWire<RowType::kBFloat16, kDequantizes>>(padded);
+    case RowType::kFloat16:
+      return kernel_of<QuantizedWire<RowType::kFloat16, kDequantizes>>(padded);
+  }
+  return nullptr;
+}
+
 Kernel kernel_of(LlOutput output, RowType type, bool padded, int units) {
   if (output == LlOutput::kRows) {
     return units == 1 ? kernel_of<PlainWire<1>>(padded) : kernel_of<PlainWire<kLlMaxUnits>>(padded);
   }
-  switch (type) {
-    case RowType::kFloat32:
-      return kernel_of<QuantizedWire<RowType::kFloat32>>(padded);
-    case RowType::kBFloat16:
-      return kernel_of<QuantizedWire<RowType::kBFloat16>>(padded);
-    case RowType::kFloat16:
-      return kernel_of<QuantizedWire<RowType::kFloat16>>(padded);
-  }
-  return nullptr;
+  const bool dequantizes = output == LlOutput::kDequantized;
+  return dequantizes ? quantized_kernel_of<true>(type, padded)
+                     : quantized_kernel_of<false>(type, padded);
+}
+
+LlRowSizes row_sizes(const WindowShape& shape, LlOutput output, RowType row_type) {
+  LlRowSizes row{};
+  row.bytes = static_cast<int>(shape.row_bytes);
+  row.hidden = row.bytes / row_type_bytes(row_type);
+  row.output_bytes = output == LlOutput::kValues ? row.hidden : row.bytes;
+  row.num_scales = num_scales(row.hidden);
+  row.scales_offset = static_cast<int>(wire_scales_offset(row.hidden));
+  return row;
 }
 
 }  // namespace
@@ -67,22 +110,22 @@ LlDispatchPlan plan_ll_dispatch(const WindowShape& shape, int num_tokens, LlOutp
   plan.by_experts_per_tok = LlDivisor::of(shape.num_experts_per_tok);
   plan.by_experts_per_rank = LlDivisor::of(shape.experts_per_rank());
   plan.experts_per_rank = shape.experts_per_rank();
-  plan.mask_groups = std::max(1, (num_tokens + 127) / 128);
+  plan.ranks_at_once = kWarp / shape.num_experts_per_tok;
+  plan.row = row_sizes(shape, output, row_type);
+  plan.mask_words = std::max(1, (num_tokens + 31) / 32);
+  plan.list_entries = static_cast<int>(align_up(shape.num_experts_per_tok, kListUnit));
   SharedLayout layout(limits.max_shared_bytes - kStaticBytes);
-  plan.rows_offset = layout.take(int64_t{4} * (shape.num_ranks * shape.num_experts_per_tok + 1));
-  plan.masks_offset = layout.take_if_room(int64_t{16} * shape.num_experts * plan.mask_groups);
+  plan.rows_offset = layout.take(int64_t{4} * shape.num_ranks * plan.list_entries);
+  plan.masks_offset = layout.take_if_room(int64_t{4} * shape.num_experts * plan.mask_words);
   plan.bases_offset =
       layout.take_if_room(4 * Placement::words(shape.num_experts, shape.experts_per_rank()));
   plan.shared_bytes = layout.used();
-  const int64_t columns =
-      output == LlOutput::kRows
-          ? shape.row_bytes / 16
-          : align_up(shape.row_bytes / row_type_bytes(row_type), kQuantizedUnit) / kQuantizedUnit;
+  const int columns = (output == LlOutput::kRows ? plan.row.bytes : plan.row.scales_offset) / 16;
   const int most_units = output == LlOutput::kRows ? kLlMaxUnits : 1;
-  plan.grid = plan_ll_grid(num_tokens, static_cast<int>(columns), most_units,
-                           plan.shared_bytes + kStaticBytes, num_sms, limits);
+  plan.grid = plan_ll_grid(num_tokens, columns, most_units, plan.shared_bytes + kStaticBytes,
+                           num_sms, limits);
   const int64_t wire_bytes =
-      num_tokens * columns * 16 * std::min(shape.num_ranks - 1, shape.num_experts_per_tok);
+      int64_t{num_tokens} * columns * 16 * std::min(shape.num_ranks - 1, shape.num_experts_per_tok);
   plan.own_rows_first =
       wire_bytes >= kManyBytes && plan.grid.num_items(num_tokens) <= plan.grid.num_blocks;
   return plan;
@@ -90,7 +133,7 @@ LlDispatchPlan plan_ll_dispatch(const WindowShape& shape, int num_tokens, LlOutp
 
 cudaError_t prepare_ll_dispatch() {
   for (const RowType type : {RowType::kFloat32, RowType::kBFloat16, RowType::kFloat16}) {
-    for (const LlOutput output : {LlOutput::kRows, LlOutput::kValues}) {
+    for (const LlOutput output : {LlOutput::kRows, LlOutput::kValues, LlOutput::kDequantized}) {
       for (const bool padded : {false, true}) {
         for (int units = 1; units <= kLlMaxUnits; ++units) {
           const Kernel kernel = kernel_of(output, type, padded, units);

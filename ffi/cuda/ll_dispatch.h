@@ -16,6 +16,18 @@ enum class LlOutput : int {
   kDequantized,  // float8 on the wire, rows in the output
 };
 
+// Of rows, in bytes and channels; in 32 bits, since a product with one of them is an instruction
+// then.
+struct LlRowSizes {
+  int bytes;          // in x
+  int output_bytes;   // in the output
+  int hidden;         // H
+  int num_scales;     // G, with float8
+  int scales_offset;  // in a message of float8
+};
+
+constexpr int kListUnit = 4;  // rows that are read from a list at once
+
 // How one launch uses its multiprocessors. Offsets are into dynamic shared memory; -1: not there,
 // and one block routes or places for all in device memory.
 struct LlDispatchPlan {
@@ -23,10 +35,13 @@ struct LlDispatchPlan {
   LlDivisor by_experts_per_tok;
   LlDivisor by_experts_per_rank;
   int experts_per_rank;
-  int mask_groups;  // per expert: 16 bytes with a bit for each of 128 tokens
-  int64_t masks_offset;
+  int ranks_at_once;  // to which a warp sends records
+  LlRowSizes row;
+  int mask_words;        // of 32 tokens
+  int list_entries;      // K, on a multiple of 4
+  int64_t masks_offset;  // uint32 [mask_words, E]: a bit for each token that chose the expert
   int64_t bases_offset;
-  int64_t rows_offset;  // int32 [R, K], and one more
+  int64_t rows_offset;  // int32 [R, list_entries]
   bool own_rows_first;  // of every other block: its payload would only queue behind the others'
   int64_t shared_bytes;
 };
@@ -67,11 +82,6 @@ struct LlDispatchParams {
   LlOutput output;
   bool power_of_two_scales;
   RowType row_type;  // of x, and of rows in the output
-
-  JAX_EP_HD int64_t hidden() const { return op.layout.shape.row_bytes / row_type_bytes(row_type); }
-  JAX_EP_HD int64_t output_row_bytes() const {
-    return output == LlOutput::kValues ? hidden() : op.layout.shape.row_bytes;
-  }
 };
 
 // Loads the kernels on the current device and lifts their shared memory limit.

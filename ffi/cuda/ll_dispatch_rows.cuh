@@ -18,6 +18,12 @@ struct LlDispatchBlock {
   uint32_t destinations[2];  // ranks that need this block's token, a bit each
   uint32_t senders[2][2];    // other ranks that send us the item's token, a bit each
   uint32_t faulty;           // not 0 when entries of this block's tokens were faults
+  // Of the token that is sent, entry k in lane k of the first warp. (What nobody needs for long
+  // would cost every thread a register.)
+  int32_t expert[kWarp];  // sanitised; -1 for none
+  int32_t rank[kWarp];    // where it lives
+  float weight[kWarp];
+  uint32_t own_route[kWarp];
 };
 
 __device__ inline uint64_t ranks_in(const uint32_t (&halves)[2]) {
@@ -38,17 +44,30 @@ class LlDispatch {
         router_(ctx, p, shared),
         places_(ctx, p, shared) {}
 
-  // All threads, before the operation begins: loads that need neither epoch nor peers, and the
-  // block's shared memory. A block barrier must follow.
+  // All threads, before the operation begins: the first item's column, and what else needs neither
+  // epoch nor peers. A block barrier must follow.
   __device__ void prepare() {
+    const bool sends = p_.turn.send;
+    const bool ready = !sends || routes_in_shared(p_);
+    typename Wire::Loaded loaded = {};
+    if (ready) {
+      if (sends) router_.ask();
+      take(sends ? first_item() : last_item());
+      if (sends) load_entries();
+      loaded = load();
+    }
     if (threadIdx.x < 2) block_.senders[0][threadIdx.x] = 0;
     if (threadIdx.x == 0) block_.faulty = 0;
-    if (!p_.turn.send || !routes_in_shared(p_)) return;
-    take(first_item());
-    load_entries();
-    const typename Wire::Loaded loaded = load();
-    router_.prepare();
-    if (warp_id() == 0) resolve_entries();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < ctx_.num_ranks() * p_.plan.list_entries; i += blockDim.x) {
+      rows_[i] = -1;
+    }
+    if (!ready) return;
+    if (sends) {
+      __syncthreads();
+      router_.prepare();
+      if (warp_id() == 0) resolve_entries();
+    }
     value_ = Wire::encode(p_, loaded);
   }
 
@@ -73,32 +92,29 @@ class LlDispatch {
     if (idle()) item_.left = 0;
     return Wire::load(p_, item_);
   }
-  // Lane k of the first warp: entry k of the item's token.
-  __device__ void load_entries() {
-    expert_ = -1;
-    if (warp_id() != 0 || lane_id() >= num_experts_per_tok_ || idle()) return;
-    const int64_t entry = int64_t{item_.token} * num_experts_per_tok_ + lane_id();
-    expert_ = p_.topk_idx[entry];
-    weight_ = p_.topk_weights[entry];
+  // The first warp's: entry k of the item's token is lane k's.
+  __device__ void load_entries() const {
+    if (warp_id() != 0) return;
+    block_.expert[lane_id()] = -1;
+    if (lane_id() >= num_experts_per_tok_ || idle()) return;
+    const int entry = item_.token * num_experts_per_tok_ + lane_id();
+    copy_async(&block_.expert[lane_id()], p_.topk_idx + entry);
+    copy_async(&block_.weight[lane_id()], p_.topk_weights + entry);
   }
 
   // ---- Sending.
 
   // Leaves the last item's column in value_. False when the operation is aborted.
   __device__ bool send() {
-    if (!routes_in_shared(p_)) {
-      if (!route_in_device_memory<Transport>(ctx_, p_)) return false;
-      take(first_item());
-      load_entries();
-      if (warp_id() == 0) resolve_entries();
-      value_ = Wire::encode(p_, load());
-      __syncthreads();
-    } else {
+    bool ready = routes_in_shared(p_);  // the item is prepared
+    if (ready) {
       router_.template send_counts<Transport>();
+    } else if (!route_in_device_memory<Transport>(ctx_, p_)) {
+      return false;
     }
 #pragma unroll 1
     for (int item = first_item(); item < num_items_; item += static_cast<int>(gridDim.x)) {
-      if (item != first_item()) {
+      if (!ready) {
         take(item);
         load_entries();
         const typename Wire::Loaded loaded = load();
@@ -107,6 +123,7 @@ class LlDispatch {
         value_ = Wire::encode(p_, loaded);
         __syncthreads();
       }
+      ready = false;
       if (warp_id() == 0) send_records();
       if (!own_rows_first()) send_columns();
       put_item();
@@ -122,34 +139,42 @@ class LlDispatch {
 
   // The first warp: what becomes of the token's entries, and which ranks need the token. A block
   // barrier must follow.
-  __device__ void resolve_entries() {
+  __device__ void resolve_entries() const {
+    wait_for_copies();  // of load_entries()
     RouteFault fault;
-    const int given = expert_;
-    expert_ = sanitise_token(given, p_.op.layout.shape.num_experts, &fault);
-    rank_ = expert_ >= 0 ? p_.plan.by_experts_per_rank.quotient(expert_) : -1;
-    const bool remote = rank_ >= 0 && rank_ != ctx_.rank();
-    const uint64_t destination = remote ? uint64_t{1} << rank_ : 0;
+    const int expert =
+        sanitise_token(block_.expert[lane_id()], p_.op.layout.shape.num_experts, &fault);
+    const int rank = expert >= 0 ? p_.plan.by_experts_per_rank.quotient(expert) : -1;
+    block_.expert[lane_id()] = expert;
+    block_.rank[lane_id()] = rank;
+    const bool remote = rank >= 0 && rank != ctx_.rank();
+    const uint64_t destination = remote ? uint64_t{1} << rank : 0;
     const uint32_t low = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(destination));
     const uint32_t high = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(destination >> 32));
     if (lane_id() < 2) block_.destinations[lane_id()] = lane_id() == 0 ? low : high;
     if (idle() || !item_.first_part || lane_id() >= num_experts_per_tok_) return;
     if (fault != RouteFault::kNone && routes_in_shared(p_)) block_.faulty = 1;
-    p_.sanitised_idx[int64_t{item_.token} * num_experts_per_tok_ + lane_id()] = expert_;
+    p_.sanitised_idx[item_.token * num_experts_per_tok_ + lane_id()] = expert;
   }
 
-  // The first warp. Every rank learns of every token, also when nothing of it comes.
-  __device__ void send_records() {
-    if (lane_id() >= num_experts_per_tok_) return;
-    const uint32_t route = router_.route_of(item_.token, expert_, rank_);
-    own_route_ = rank_ == ctx_.rank() ? route : kNoRoute;
+  // The first warp, a lane for each entry and for as many ranks as there are lanes. Every rank
+  // learns of every token, also when nothing of it comes.
+  __device__ void send_records() const {
+    const int first_rank = p_.plan.by_experts_per_tok.quotient(lane_id());
+    if (first_rank >= p_.plan.ranks_at_once) return;
+    const int k = lane_id() - first_rank * num_experts_per_tok_;
+    const int rank = block_.rank[k];
+    const uint32_t route = router_.route_of(item_.token, k, block_.expert[k], rank);
+    if (first_rank == 0) block_.own_route[k] = rank == ctx_.rank() ? route : kNoRoute;
     if (!item_.first_part) return;
+    const float weight = block_.weight[k];
     const int64_t offset =
         p_.op.layout.route_records(parity_of(ctx_.epoch), ctx_.rank(), item_.token) +
-        lane_id() * kRecordBytes;
+        k * kRecordBytes;
 #pragma unroll 1
-    for (int r = 0; r < ctx_.num_ranks(); ++r) {
-      store_record(Transport::window(ctx_, r, offset), ctx_.epoch, r == rank_ ? route : kNoRoute,
-                   weight_);
+    for (int r = first_rank; r < ctx_.num_ranks(); r += p_.plan.ranks_at_once) {
+      store_record(Transport::window(ctx_, r, offset), ctx_.epoch, r == rank ? route : kNoRoute,
+                   weight);
     }
   }
 
@@ -195,33 +220,32 @@ class LlDispatch {
 
   // ---- Receiving.
 
-  // From the last item sent, whose column this thread still has, down to the first. False when the
-  // operation is aborted.
+  // From the last item, whose column this thread has, down to the first. False when the operation
+  // is aborted.
   __device__ bool receive() {
     meet_peers(ctx_, p_.waited_ns_before, p_.waited_ns);
-    bool held = p_.turn.send && places_.in_block();
-    // Asked for before the counts are waited for.
-    ulonglong2 record = held && !idle() ? look_at_record() : ulonglong2{};
+    bool ready = places_.in_block();  // the column is there, and the record asked for
+    // Before the counts are waited for.
+    ulonglong2 record = ready && !idle() ? look_at_record() : ulonglong2{};
     if (!places_.prepare()) return false;
     int set = 0;
     const int step = static_cast<int>(gridDim.x);
 #pragma unroll 1
     for (int item = idle() ? -1 : last_item(); item >= 0; item -= step, set ^= 1) {
-      typename Wire::Loaded loaded;
-      if (!held) {
+      if (!ready) {
         take(item);
-        loaded = load();
+        const typename Wire::Loaded loaded = load();
         record = look_at_record();
+        value_ = Wire::encode(p_, loaded);
       }
+      ready = false;
       if (warp_id() == 0) {
-        find_own_rows(held);
+        find_own_rows(p_.turn.send && item == last_item(), record);
       } else {
         find_rows(block_.senders[set], record);
       }
       if (threadIdx.x < 2) block_.senders[set ^ 1][threadIdx.x] = 0;
       __syncthreads();
-      if (!held) value_ = Wire::encode(p_, loaded);
-      held = false;
       // Asked for before our own rows are written, which takes as long as the answers' way.
       const uint64_t senders = ranks_in(block_.senders[set]);
       const typename Wire::Columns first = look(senders);
@@ -234,13 +258,13 @@ class LlDispatch {
     return true;
   }
 
-  // One warp: the rows of our own token.
-  __device__ void find_own_rows(bool held) {
+  // The first warp: the rows of our own token, whose route it knows, or which it reads as it was
+  // sent. `words` is what the first look has seen.
+  __device__ void find_own_rows(bool knows, ulonglong2 words) const {
     if (lane_id() >= num_experts_per_tok_) return;
-    RouteRecord record{own_route_, weight_};
-    if (!held) {
-      const char* at = record_of(ctx_.rank(), lane_id());
-      record = wait_for_record(ctx_, at, ctx_.rank(), load_long_words(at));
+    RouteRecord record{block_.own_route[lane_id()], block_.weight[lane_id()]};
+    if (!knows) {
+      record = wait_for_record(ctx_, record_of(ctx_.rank(), lane_id()), ctx_.rank(), words);
     }
     place_entry(ctx_.rank(), lane_id(), record);
   }
@@ -256,16 +280,17 @@ class LlDispatch {
   }
   __device__ int num_other_entries() const { return (ctx_.num_ranks() - 1) * num_experts_per_tok_; }
   __device__ int first_other_entry() const { return static_cast<int>(threadIdx.x) - kWarp; }
-  // The record of this thread's first entry, whether it has come or not.
+  // The record of this thread's first entry, or of our own token's, whether it has come or not.
   __device__ ulonglong2 look_at_record() const {
     const int i = first_other_entry();
-    if (i < 0 || i >= num_other_entries()) return {};
-    const OtherEntry entry = other_entry(i);
+    const bool own = i < 0;
+    if (own ? lane_id() >= num_experts_per_tok_ : i >= num_other_entries()) return {};
+    const OtherEntry entry = own ? OtherEntry{ctx_.rank(), lane_id()} : other_entry(i);
     return load_long_words(record_of(entry.source, entry.k));
   }
 
   // Each entry's output row, and who sends. `words` is what the first look has seen.
-  __device__ void find_rows(uint32_t (&senders)[2], ulonglong2 words) {
+  __device__ void find_rows(uint32_t (&senders)[2], ulonglong2 words) const {
     const int step = static_cast<int>(blockDim.x) - kWarp;
 #pragma unroll 1
     for (int i = first_other_entry(); i < num_other_entries(); i += step) {
@@ -284,25 +309,27 @@ class LlDispatch {
   }
 
   // One thread: entry k of one source's token, in rows_ [R, K] and in the outputs.
-  __device__ void place_entry(int source, int k, const RouteRecord& record) {
+  __device__ void place_entry(int source, int k, const RouteRecord& record) const {
     const int row = record.route != kNoRoute ? places_.row_of(record.route, source) : -1;
-    rows_[source * num_experts_per_tok_ + k] = row;
+    rows_[source * p_.plan.list_entries + k] = row;
     if (!item_.first_part) return;
-    const int64_t message = int64_t{source} * p_.op.num_tokens + item_.token;
+    const int message = source * p_.op.num_tokens + item_.token;
     p_.recv_rows[message * num_experts_per_tok_ + k] = row;
     if (row >= 0) p_.weights[row] = record.weight;
   }
 
   // All threads: the rows of one source's token get this thread's column.
   __device__ void expand(int source, const typename Wire::Output& output) const {
-    if (!item_.has(0)) return;
-    const int32_t* rows = rows_ + source * num_experts_per_tok_;
-    int next = rows[0];
+    const typename Wire::Place place = Wire::place(p_, item_);
+    const int32_t* rows = rows_ + source * p_.plan.list_entries;
+    const int32_t* const end = rows + p_.plan.list_entries;
 #pragma unroll 1
-    for (int k = 0; k < num_experts_per_tok_; ++k) {
-      const int row = next;
-      next = rows[k + 1];  // also where it is no row of this token
-      if (row >= 0) Wire::store(p_, row, item_, output);
+    for (; rows != end; rows += kListUnit) {
+      const int4 four = *reinterpret_cast<const int4*>(rows);
+      if (four.x >= 0) Wire::store(place, four.x, item_, output);
+      if (four.y >= 0) Wire::store(place, four.y, item_, output);
+      if (four.z >= 0) Wire::store(place, four.z, item_, output);
+      if (four.w >= 0) Wire::store(place, four.w, item_, output);
     }
   }
 
@@ -341,41 +368,6 @@ class LlDispatch {
   Places places_;
   LlItem item_;
   typename Wire::Columns value_;
-  // Of the first warp's lane k: entry k of the item's token, its expert and the expert's rank.
-  int expert_ = -1;
-  int rank_ = -1;
-  float weight_ = 0.0f;
-  uint32_t own_route_ = kNoRoute;
 };
-
-// All threads of one block: what the outputs of an aborted operation hold.
-__device__ __noinline__ inline void spoil_ll_dispatch(const LlDispatchParams& p) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int threads = static_cast<int>(blockDim.x);
-  const WindowShape& shape = p.op.layout.shape;
-  const int64_t entries = int64_t{p.op.num_tokens} * shape.num_experts_per_tok;
-  if (p.turn.send) fill(p.sanitised_idx, entries, -1, thread, threads);
-  if (!p.turn.receive) return;
-  if (p.output == LlOutput::kValues) {
-    constexpr uint32_t kNans = 0x7F7F7F7Fu;
-    fill(reinterpret_cast<uint32_t*>(p.tokens), p.capacity * p.output_row_bytes() / 4, kNans,
-         thread, threads);
-    fill_nan(reinterpret_cast<char*>(p.scales), p.capacity * num_scales(p.hidden()) * 4,
-             RowType::kFloat32);
-  } else {
-    fill_nan(p.tokens, p.capacity * shape.row_bytes, p.row_type);
-  }
-  fill_nan(reinterpret_cast<char*>(p.weights), p.capacity * 4, RowType::kFloat32);
-  fill(p.group_sizes, shape.experts_per_rank(), 0, thread, threads);
-  fill(p.valid_sizes, shape.experts_per_rank(), 0, thread, threads);
-  fill(p.num_dropped, 1, 0, thread, threads);
-  fill(p.recv_rows, entries * shape.num_ranks, -1, thread, threads);
-  for (int e = thread; p.expert_tokens != nullptr && e < shape.experts_per_rank(); e += threads) {
-    p.expert_tokens[e] = p.expert_tokens_before[e];
-  }
-  for (int r = thread; p.waited_ns != nullptr && r < shape.num_ranks; r += threads) {
-    p.waited_ns[r] = p.waited_ns_before[r];
-  }
-}
 
 }  // namespace jax_ep::gpu

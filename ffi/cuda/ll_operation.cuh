@@ -190,19 +190,16 @@ struct LlOpening {
   uint32_t generation;
   StartTicket pending;  // of a done
   int32_t rank_operand;
-  // Of this thread's peer.
-  uint64_t credit;
-  char* window;
-  char* control;
+  uint64_t credit;  // of this thread's peer
 
-  // All threads, first of all.
-  __device__ static LlOpening read(const Operation& op, const LlTurn& turn) {
+  // All threads, first of all. The peer's addresses go to the block.
+  __device__ static LlOpening read(const Operation& op, const LlTurn& turn, BlockState& block) {
     const ControlLayout control = op.control_layout();
     const int peer = peer_of_thread();
     LlOpening o{};
     if (peer >= op.num_ranks()) return o;
-    o.window = op.peers->window[peer];
-    o.control = op.peers->control[peer];
+    copy_async(&block.window[peer], &op.peers->window[peer]);
+    copy_async(&block.control[peer], &op.peers->control[peer]);
     o.open = op.peers->open;
     o.rank_operand = *op.rank_operand;
     o.generation = op.peers->generation;
@@ -222,13 +219,13 @@ __device__ inline bool greet_ll(const LlContext& ctx, const LlTurn& turn,
   const Operation& op = ctx.op;
   if (speaks_for_rank() && peer != ctx.rank()) {
     const int64_t offset = op.control_layout().credit(op.channel, ctx.rank());
-    GroupTransport::store_control(op, opening.control, peer, offset, counters.done);
+    GroupTransport::store_control(op, ctx.block.control[peer], peer, offset, counters.done);
   }
   if (turn.send) {
     const bool may_start = peer == ctx.rank() || may_write(ctx.epoch, opening.credit);
     if (!may_start && !wait_for_credit(ctx, peer, ctx.epoch)) return false;
     if (speaks_for_rank()) {
-      GroupTransport::store_window(op, opening.window, peer, ll_tag_offset(ctx),
+      GroupTransport::store_window(op, ctx.block.window[peer], peer, ll_tag_offset(ctx),
                                    epoch_word(ctx.epoch, op.tag));
     }
   }
@@ -259,8 +256,7 @@ __device__ inline bool greet_peers(const LlContext& ctx, const LlTurn& turn,
   if (may_overtake && last_of_warp < op.num_ranks()) GroupTransport::order(op);
   if (peer >= op.num_ranks()) return true;
   if (peer == 0) ctx.clear();
-  ctx.block.window[peer] = opening.window;
-  ctx.block.control[peer] = opening.control;
+  wait_for_copies();  // of addresses
   bool ready = opening.open != 0 && opening.poison == 0;
   if (ready && !in_turn(ctx, turn, counters, opening.pending, opening.generation)) {
     ready = false;
@@ -348,16 +344,6 @@ __device__ __noinline__ inline void clear_channel_state(const Operation& op) {
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(ChannelState) / 4); i += blockDim.x) {
     words[i] = 0;
   }
-}
-
-// All threads of the block that ends a `done`: a peer that is two operations ahead may go on at
-// once, whether or not we come to our next operation.
-__device__ inline void send_credits(const OpContext& ctx) {
-  const int peer = static_cast<int>(threadIdx.x);
-  if (peer >= ctx.num_ranks() || peer == ctx.rank()) return;
-  if (ctx.op.peers->open == 0) return;
-  const int64_t offset = ctx.op.control_layout().credit(ctx.op.channel, ctx.rank());
-  GroupTransport::release_control(ctx.op, ctx.op.peers->control[peer], peer, offset, ctx.epoch);
 }
 
 }  // namespace jax_ep::gpu

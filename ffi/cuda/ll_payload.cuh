@@ -30,15 +30,6 @@ __device__ inline void wait_for_payload(const LlContext& ctx, const void* at, in
     *v = load_words(at);
   }
 }
-__device__ inline uint32_t wait_for_payload_word(const LlContext& ctx, const uint32_t* at,
-                                                 int peer) {
-  LlWait bound;
-  while (true) {
-    const uint32_t word = load_relaxed<kSystemScope>(at);
-    if (word != kSentinel) return word;
-    if (bound.over(ctx, WaitFor::kRow, peer, word)) return word;
-  }
-}
 
 // ---- A thread's columns of a row, 16 bytes each.
 
@@ -81,7 +72,7 @@ __device__ inline void store_columns(char* slot, const LlItem& item,
                                      const LlColumns<kUnits>& columns) {
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    if (item.has(u)) store_words(slot + int64_t{item.column_of(u)} * 16, columns.v[u]);
+    if (item.has(u)) store_words(slot + item.column_of(u) * 16, columns.v[u]);
   }
 }
 // Of a slot here, whether they have come or not.
@@ -90,7 +81,7 @@ __device__ inline LlColumns<kUnits> look_at_columns(const char* slot, const LlIt
   LlColumns<kUnits> columns = {};
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    if (item.has(u)) columns.v[u] = load_words(slot + int64_t{item.column_of(u)} * 16);
+    if (item.has(u)) columns.v[u] = load_words(slot + item.column_of(u) * 16);
   }
   return columns;
 }
@@ -114,7 +105,7 @@ template <int kUnits>
 __device__ inline void restore_sentinels(char* slot, const LlItem& item) {
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
-    if (item.has(u)) restore_sentinels(slot + int64_t{item.column_of(u)} * 16);
+    if (item.has(u)) restore_sentinels(slot + item.column_of(u) * 16);
   }
 }
 

@@ -65,10 +65,10 @@ class PaddedPlaces {
   __device__ int row_of(uint32_t route, int source) const {
     const int expert = route_expert(route);
     if (expert >= p_.plan.experts_per_rank) return -1;
-    int64_t row = route_index(route);
+    int row = route_index(route);
 #pragma unroll 1
     for (int s = 0; s < source; ++s) row += *count_of(s, expert);
-    return row < rows_of_expert() ? static_cast<int>(expert * rows_of_expert() + row) : -1;
+    return row < rows_of_expert() ? expert * rows_of_expert() + row : -1;
   }
 
   // Warps of all blocks take an expert each: its size, and zero weights behind its rows.
@@ -89,7 +89,7 @@ class PaddedPlaces {
         count_rows(p_, e, rows);
       }
 #pragma unroll 1
-      for (int64_t i = rows + lane_id(); i < rows_of_expert(); i += kWarp) {
+      for (int i = rows + lane_id(); i < rows_of_expert(); i += kWarp) {
         p_.weights[e * rows_of_expert() + i] = 0.0f;
       }
     }
@@ -99,7 +99,7 @@ class PaddedPlaces {
   __device__ int32_t* count_of(int source, int expert) const {
     return counts_ + expert * ctx_.num_ranks() + source;
   }
-  __device__ int64_t rows_of_expert() const { return int64_t{ctx_.num_ranks()} * p_.op.num_tokens; }
+  __device__ int rows_of_expert() const { return ctx_.num_ranks() * p_.op.num_tokens; }
 
   const LlContext& ctx_;
   const LlDispatchParams& p_;
@@ -144,7 +144,7 @@ class CompactPlaces {
     // The routes are those of another launch, or this block has waited for them already.
     if (!place_.shared) return place_in_device_memory(ctx_, args, place_);
     gather_counts(ctx_, p_.plan, [&](int source, int expert) {
-      return place_.bases + int64_t{expert} * ctx_.num_ranks() + source;
+      return place_.bases + expert * ctx_.num_ranks() + source;
     });
     if (__syncthreads_or(ctx_.aborted())) return false;
     place_in_block();
@@ -156,14 +156,13 @@ class CompactPlaces {
     const int expert = route_expert(route);
     if (expert >= num_local_) return -1;
     const int64_t row =
-        int64_t{place_.bases[int64_t{expert} * ctx_.num_ranks() + source]} + route_index(route);
+        int64_t{place_.bases[expert * ctx_.num_ranks() + source]} + route_index(route);
     return row < p_.capacity ? static_cast<int>(row) : -1;
   }
 
   // All threads of all blocks: zeros behind the last row, and statistics.
   __device__ void finish() const {
-    const int64_t total =
-        min(int64_t{place_.bases[int64_t{num_local_} * ctx_.num_ranks()]}, p_.capacity);
+    const int64_t total = min(int64_t{place_.bases[num_local_ * ctx_.num_ranks()]}, p_.capacity);
     const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
     const int64_t threads = int64_t{gridDim.x} * blockDim.x;
 #pragma unroll 1
@@ -174,9 +173,10 @@ class CompactPlaces {
       }
     }
     if (!p_.zero_tail) return;
-    zero_words(p_.tokens, total * p_.output_row_bytes(), p_.capacity * p_.output_row_bytes());
+    const int64_t row_bytes = p_.plan.row.output_bytes;
+    zero_words(p_.tokens, total * row_bytes, p_.capacity * row_bytes);
     if (p_.output != LlOutput::kValues) return;
-    const int64_t scale_bytes = int64_t{4} * num_scales(p_.hidden());
+    const int64_t scale_bytes = int64_t{4} * p_.plan.row.num_scales;
     zero_words(reinterpret_cast<char*>(p_.scales), total * scale_bytes, p_.capacity * scale_bytes);
   }
 

@@ -95,20 +95,21 @@ class LlRouter {
         num_experts_(p.op.layout.shape.num_experts),
         num_experts_per_tok_(p.op.layout.shape.num_experts_per_tok),
         num_entries_(p.op.num_tokens * num_experts_per_tok_),
-        masks_(reinterpret_cast<uint4*>(shared + max(int64_t{0}, p.plan.masks_offset))) {}
+        masks_(reinterpret_cast<uint32_t*>(shared + max(int64_t{0}, p.plan.masks_offset))) {}
 
-  // All threads, before the operation begins, with routes in shared memory: what needs neither
-  // epoch nor peers. Routes can be asked for after a block barrier.
-  __device__ void prepare() {
-    int ahead[kAhead];
+  // All threads, first of all, with routes in shared memory: asks for this rank's choices, and
+  // clears the bits. A block barrier must follow.
+  __device__ void ask() {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead[i] = expert_at(index_of(i));
-    const int64_t num_groups = int64_t{num_experts_} * p_.plan.mask_groups;
-    fill(masks_, num_groups, make_uint4(0, 0, 0, 0), static_cast<int>(threadIdx.x),
-         static_cast<int>(blockDim.x));
-    __syncthreads();
+    for (int i = 0; i < kAhead; ++i) ahead_[i] = expert_at(index_of(i));
+    const int num_words = num_experts_ * p_.plan.mask_words;
+#pragma unroll 1
+    for (int i = index_of(0); i < num_words; i += blockDim.x) masks_[i] = 0;
+  }
+  // Then. Routes can be asked for after another block barrier.
+  __device__ void prepare() const {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) mark(index_of(i), ahead[i]);
+    for (int i = 0; i < kAhead; ++i) mark(index_of(i), ahead_[i]);
 #pragma unroll 1
     for (int i = index_of(kAhead); i < num_entries_; i += blockDim.x) mark(i, expert_at(i));
   }
@@ -120,10 +121,10 @@ class LlRouter {
     for (int r = blockIdx.x; r < ctx_.num_ranks(); r += gridDim.x) send_counts<Transport>(r);
   }
 
-  // Lanes below K of one warp: the route of entry k, whose expert is sanitised and lives on `rank`.
-  __device__ uint32_t route_of(int token, int expert, int rank) const {
+  // The route of entry k, whose expert is sanitised and lives on `rank`.
+  __device__ uint32_t route_of(int token, int k, int expert, int rank) const {
     if (!routes_in_shared(p_)) {
-      return p_.op.scratch.routes[int64_t{token} * num_experts_per_tok_ + lane_id()].route;
+      return p_.op.scratch.routes[token * num_experts_per_tok_ + k].route;
     }
     if (expert < 0) return kNoRoute;
     return pack_route(expert - rank * p_.plan.experts_per_rank, tokens_before(expert, token));
@@ -131,31 +132,34 @@ class LlRouter {
 
  private:
   static constexpr int kAhead = 4;
-  static constexpr int kGroupBits = 128;
+  static constexpr int kWordBits = 32;
 
   __device__ int index_of(int i) const { return static_cast<int>(threadIdx.x + i * blockDim.x); }
   __device__ int expert_at(int entry) const {
     return entry < num_entries_ ? p_.topk_idx[entry] : -1;
   }
   // A token that names an expert twice counts once: it sets the same bit.
-  __device__ void mark(int entry, int expert) {
+  __device__ void mark(int entry, int expert) const {
     if (expert < 0 || expert >= num_experts_) return;
     const int token = p_.plan.by_experts_per_tok.quotient(entry);
-    auto* words = reinterpret_cast<uint32_t*>(masks_ + expert * p_.plan.mask_groups);
-    atomicOr(&words[token / 32], 1u << (token % 32));
+    atomicOr(&masks_[token / kWordBits * num_experts_ + expert], 1u << (token % kWordBits));
   }
   // Tokens before this one that chose the expert.
   __device__ int tokens_before(int expert, int token) const {
-    const uint4* groups = masks_ + expert * p_.plan.mask_groups;
+    constexpr int kWords = 4;  // whose loads are on their way together
     int bits = 0;
 #pragma unroll 1
-    for (int first = 0; first < token; first += kGroupBits) {
-      const uint4 group = groups[first / kGroupBits];
-      const uint32_t words[4] = {group.x, group.y, group.z, group.w};
+    for (int first = 0; first < token; first += kWords * kWordBits) {
+      uint32_t words[kWords];
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const int below = min(max(token - first - 32 * w, 0), 32);
-        bits += __popc(words[w] & static_cast<uint32_t>((uint64_t{1} << below) - 1));
+      for (int w = 0; w < kWords; ++w) {
+        const int at = first + w * kWordBits;
+        words[w] = at < token ? masks_[at / kWordBits * num_experts_ + expert] : 0;
+      }
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const int below = min(max(token - first - w * kWordBits, 1), kWordBits);
+        bits += __popc(words[w] & (~uint32_t{0} >> (kWordBits - below)));
       }
     }
     return bits;
@@ -177,7 +181,8 @@ class LlRouter {
   const int num_experts_;
   const int num_experts_per_tok_;
   const int num_entries_;
-  uint4* const masks_;  // [E, mask_groups]
+  int ahead_[kAhead];
+  uint32_t* const masks_;  // [mask_words, E]: neighbours in different banks
 };
 
 }  // namespace jax_ep::gpu

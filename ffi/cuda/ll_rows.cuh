@@ -77,7 +77,7 @@ class LlRows {
 
   // Row of entry k of the token of this number of a source, -1 for none.
   __device__ int row_at(const LlItem& item, int source, int k) const {
-    const int64_t message = int64_t{source} * p_.op.num_tokens + item.token;
+    const int message = source * p_.op.num_tokens + item.token;
     const int row = p_.recv_rows[message * p_.op.layout.shape.num_experts_per_tok + k];
     return row >= 0 && row < p_.capacity ? row : -1;
   }
@@ -105,8 +105,7 @@ class LlRows {
     const float weight = row >= 0 && p_.row_weights != nullptr ? p_.row_weights[row] : 1.0f;
     const unsigned all = __ballot_sync(kFullWarp, row >= 0);
     const unsigned of_others = __ballot_sync(kFullWarp, row >= 0 && remote);
-    const int64_t row_bytes = p_.op.layout.shape.row_bytes;
-    const char* at = p_.y + row * row_bytes + int64_t{item.begin()} * 16;
+    const char* at = p_.y + wide_product(row, p_.plan.row_bytes) + item.begin() * 16;
 #if defined(JAX_EP_BULK_COPY)
     const uint32_t bytes = static_cast<uint32_t>(item.size()) * 16;
     const unsigned wanted = (use.remote ? of_others : 0) | (use.own ? all & ~of_others : 0);

@@ -108,6 +108,19 @@ __device__ inline void store_long_words(void* to, ulonglong2 v) {
                : "memory");
 }
 
+// ---- Copies of 4 or 8 bytes into shared memory that hold no register on their way.
+
+template <class T>
+__device__ inline void copy_async(T* shared, const T* global) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global), "n"(sizeof(T))
+               : "memory");
+}
+// This thread's copies are there, for this thread.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 #if defined(JAX_EP_BULK_COPY)
 
 // ---- mbarriers, which count arrivals and the bytes of bulk loads.
