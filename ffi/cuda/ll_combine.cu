@@ -26,8 +26,7 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   } else {
     work.settle();
   }
-  finish_ll(
-      ctx, p.turn, counters, begun, /*needs_last=*/false, [&] { spoil_ll_combine(p); }, [] {});
+  finish_ll(ctx, p.turn, begun, /*needs_last=*/false, [&] { spoil_ll_combine(p); }, [] {});
 }
 
 using Kernel = void (*)(LlCombineParams);

@@ -134,8 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool begun = begin_ll(ctx, turn, counters, opening);
   if (begun) LlCombineGrad<Transport, kType>(ctx, p, destinations).run();
   finish_ll(
-      ctx, turn, counters, begun, true, [&] { spoil_combine_grad(p); },
-      [&] { clear_channel_state(p.op); });
+      ctx, turn, begun, true, [&] { spoil_combine_grad(p); }, [&] { clear_channel_state(p.op); });
 }
 
 using Kernel = void (*)(LlCombineGradParams);

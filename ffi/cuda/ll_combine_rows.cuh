@@ -21,22 +21,17 @@ class LlCombine {
  public:
   __device__ LlCombine(const LlContext& ctx, const LlCombineParams& p, char* shared,
                        LlCombineBlock& block)
-      : ctx_(ctx),
-        p_(p),
-        block_(block),
-        num_experts_per_tok_(p.op.layout.shape.num_experts_per_tok),
-        num_items_(p.plan.grid.num_items(p.op.num_tokens)),
-        rows_(ctx, p, shared, block.rows) {}
+      : ctx_(ctx), p_(p), block_(block), rows_(ctx, p, shared, block.rows) {}
 
   // All threads, before the operation begins: the first item's rows, which depend on neither epoch
   // nor peers. A block barrier must follow.
   __device__ void prepare() {
-    if (first_item() >= num_items_) return;
+    if (first_item() >= num_items()) return;
     take(p_.turn.send ? first_item() : last_item(), p_.turn.send);
   }
   // All threads, if run() is not called: no copy may be on its way when the block ends.
   __device__ void settle() const {
-    if (first_item() >= num_items_) return;
+    if (first_item() >= num_items()) return;
     rows_.wait_for_remote(turn_);
     rows_.wait_for_own(turn_);
   }
@@ -45,7 +40,7 @@ class LlCombine {
   // the last one first, whose rows are still listed. (One loop: code that is not there twice does
   // not have to be fetched twice.)
   __device__ void run() {
-    const bool idle = first_item() >= num_items_;
+    const bool idle = first_item() >= num_items();
     const int step = static_cast<int>(gridDim.x);
     bool sending = p_.turn.send;
     int item = sending || idle ? first_item() : last_item();
@@ -72,13 +67,15 @@ class LlCombine {
   using Vector = RowVector<kType>;
   static constexpr int kAtOnce = 2 / kUnits;  // rows between memory and the sums
 
+  __device__ int num_experts_per_tok() const { return p_.op.layout.shape.num_experts_per_tok; }
+  __device__ int num_items() const { return p_.plan.grid.num_items(p_.op.num_tokens); }
   __device__ int first_item() const { return static_cast<int>(blockIdx.x); }
   __device__ bool is_last(int item) const {
-    return item + static_cast<int>(gridDim.x) >= num_items_;
+    return item + static_cast<int>(gridDim.x) >= num_items();
   }
   __device__ int last_item() const {
     const int step = static_cast<int>(gridDim.x);
-    return first_item() + (num_items_ - 1 - first_item()) / step * step;
+    return first_item() + (num_items() - 1 - first_item()) / step * step;
   }
   __device__ int64_t slot_offset(int peer) const {
     return p_.op.layout.combine_row(parity_of(ctx_.epoch), peer, item_.token);
@@ -157,9 +154,9 @@ class LlCombine {
   }
   // Lane k: where the expert of entry k lives, -1 for none.
   __device__ int rank_of_entry() const {
-    if (lane_id() >= num_experts_per_tok_) return -1;
+    if (lane_id() >= num_experts_per_tok()) return -1;
     const WindowShape& shape = p_.op.layout.shape;
-    const int expert = p_.topk_idx[item_.token * num_experts_per_tok_ + lane_id()];
+    const int expert = p_.topk_idx[item_.token * num_experts_per_tok() + lane_id()];
     const bool valid = expert >= 0 && expert < shape.num_experts;
     return valid ? p_.plan.by_experts_per_rank.quotient(expert) : -1;
   }
@@ -180,8 +177,8 @@ class LlCombine {
   __device__ void send() const {
     if (item_.has(0)) send_columns();
     __syncwarp();
-    if (item_.first_part && warp_id() == 0) send_flags();
-    if (item_.first_part && warp_id() == 1 && p_.row_scalars != nullptr) send_scalars();
+    if (item_.first_part() && warp_id() == 0) send_flags();
+    if (item_.first_part() && warp_id() == 1 && p_.row_scalars != nullptr) send_scalars();
     put_sums();
   }
 
@@ -196,7 +193,7 @@ class LlCombine {
   }
 
   __device__ void send_scalars() const {
-    if (lane_id() >= num_experts_per_tok_) return;
+    if (lane_id() >= num_experts_per_tok()) return;
     const uint64_t present = rows_.present();
 #pragma unroll 1
     for (int r = 0; r < ctx_.num_ranks(); ++r) {
@@ -231,7 +228,7 @@ class LlCombine {
   // ---- Receiving.
 
   __device__ void receive() const {
-    if (p_.scalars != nullptr && item_.first_part && warp_id() == 0) receive_scalars();
+    if (p_.scalars != nullptr && item_.first_part() && warp_id() == 0) receive_scalars();
     __syncwarp();
     if (item_.has(0)) receive_columns();
   }
@@ -283,7 +280,7 @@ class LlCombine {
 
   // One warp: all K scalars of every sum that comes, of which each lane keeps its own.
   __device__ void receive_scalars() const {
-    if (lane_id() >= num_experts_per_tok_) return;
+    if (lane_id() >= num_experts_per_tok()) return;
     const int mine = rank_of_entry();
     float scalar = 0.0f;
     if (mine == ctx_.rank()) {
@@ -297,7 +294,7 @@ class LlCombine {
       uint32_t word;
       if (wait_for_scalar(r, &word) && mine == r) scalar = __uint_as_float(word);
     }
-    p_.scalars[item_.token * num_experts_per_tok_ + lane_id()] = scalar;
+    p_.scalars[item_.token * num_experts_per_tok() + lane_id()] = scalar;
   }
   __device__ bool wait_for_scalar(int peer, uint32_t* word) const {
     auto* at = reinterpret_cast<uint32_t*>(ctx_.own_window(scalars_offset(peer))) + lane_id();
@@ -314,8 +311,6 @@ class LlCombine {
   const LlContext& ctx_;
   const LlCombineParams& p_;
   LlCombineBlock& block_;
-  const int num_experts_per_tok_;
-  const int num_items_;
   LlRows rows_;
   LlItem item_;
   uint32_t turn_ = 0;  // items taken before this one

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kLlMaxThreads, kLlBlocksPerSm)
   if (begun) work.run();
   const bool in_device_memory = p.plan.masks_offset < 0 || p.plan.bases_offset < 0;
   finish_ll(
-      ctx, p.turn, counters, begun, in_device_memory, [&] { spoil_ll_dispatch(p); },
+      ctx, p.turn, begun, in_device_memory, [&] { spoil_ll_dispatch(p); },
       [&] { clear_channel_state(p.op); });
 }
 

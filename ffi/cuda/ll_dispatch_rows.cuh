@@ -38,8 +38,6 @@ class LlDispatch {
       : ctx_(ctx),
         p_(p),
         block_(block),
-        num_experts_per_tok_(p.op.layout.shape.num_experts_per_tok),
-        num_items_(p.plan.grid.num_items(p.op.num_tokens)),
         rows_(reinterpret_cast<int32_t*>(shared + p.plan.rows_offset)),
         router_(ctx, p, shared),
         places_(ctx, p, shared) {}
@@ -79,25 +77,26 @@ class LlDispatch {
   }
 
  private:
+  __device__ int num_experts_per_tok() const { return p_.op.layout.shape.num_experts_per_tok; }
+  __device__ int num_items() const { return p_.plan.grid.num_items(p_.op.num_tokens); }
   __device__ int first_item() const { return static_cast<int>(blockIdx.x); }
   __device__ int last_item() const {
     const int step = static_cast<int>(gridDim.x);
-    if (num_items_ <= step) return first_item();
-    return first_item() + (num_items_ - 1 - first_item()) / step * step;
+    if (num_items() <= step) return first_item();
+    return first_item() + (num_items() - 1 - first_item()) / step * step;
   }
-  __device__ bool idle() const { return first_item() >= num_items_; }
+  __device__ bool idle() const { return first_item() >= num_items(); }
   __device__ void take(int item) { item_ = LlItem::of(p_.plan.grid, item); }
 
   __device__ typename Wire::Loaded load() {
     if (idle()) item_.left = 0;
     return Wire::load(p_, item_);
   }
-  // The first warp's: entry k of the item's token is lane k's.
+  // Of the first warp: entry k of the item's token is lane k's.
+  __device__ bool has_entry() const { return lane_id() < num_experts_per_tok() && !idle(); }
   __device__ void load_entries() const {
-    if (warp_id() != 0) return;
-    block_.expert[lane_id()] = -1;
-    if (lane_id() >= num_experts_per_tok_ || idle()) return;
-    const int entry = item_.token * num_experts_per_tok_ + lane_id();
+    if (warp_id() != 0 || !has_entry()) return;
+    const int entry = item_.token * num_experts_per_tok() + lane_id();
     copy_async(&block_.expert[lane_id()], p_.topk_idx + entry);
     copy_async(&block_.weight[lane_id()], p_.topk_weights + entry);
   }
@@ -113,7 +112,7 @@ class LlDispatch {
       return false;
     }
 #pragma unroll 1
-    for (int item = first_item(); item < num_items_; item += static_cast<int>(gridDim.x)) {
+    for (int item = first_item(); item < num_items(); item += static_cast<int>(gridDim.x)) {
       if (!ready) {
         take(item);
         load_entries();
@@ -142,8 +141,8 @@ class LlDispatch {
   __device__ void resolve_entries() const {
     wait_for_copies();  // of load_entries()
     RouteFault fault;
-    const int expert =
-        sanitise_token(block_.expert[lane_id()], p_.op.layout.shape.num_experts, &fault);
+    const int given = has_entry() ? block_.expert[lane_id()] : -1;
+    const int expert = sanitise_token(given, p_.op.layout.shape.num_experts, &fault);
     const int rank = expert >= 0 ? p_.plan.by_experts_per_rank.quotient(expert) : -1;
     block_.expert[lane_id()] = expert;
     block_.rank[lane_id()] = rank;
@@ -152,9 +151,9 @@ class LlDispatch {
     const uint32_t low = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(destination));
     const uint32_t high = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(destination >> 32));
     if (lane_id() < 2) block_.destinations[lane_id()] = lane_id() == 0 ? low : high;
-    if (idle() || !item_.first_part || lane_id() >= num_experts_per_tok_) return;
+    if (!has_entry() || !item_.first_part()) return;
     if (fault != RouteFault::kNone && routes_in_shared(p_)) block_.faulty = 1;
-    p_.sanitised_idx[item_.token * num_experts_per_tok_ + lane_id()] = expert;
+    p_.sanitised_idx[item_.token * num_experts_per_tok() + lane_id()] = expert;
   }
 
   // The first warp, a lane for each entry and for as many ranks as there are lanes. Every rank
@@ -162,11 +161,11 @@ class LlDispatch {
   __device__ void send_records() const {
     const int first_rank = p_.plan.by_experts_per_tok.quotient(lane_id());
     if (first_rank >= p_.plan.ranks_at_once) return;
-    const int k = lane_id() - first_rank * num_experts_per_tok_;
+    const int k = lane_id() - first_rank * num_experts_per_tok();
     const int rank = block_.rank[k];
     const uint32_t route = router_.route_of(item_.token, k, block_.expert[k], rank);
     if (first_rank == 0) block_.own_route[k] = rank == ctx_.rank() ? route : kNoRoute;
-    if (!item_.first_part) return;
+    if (!item_.first_part()) return;
     const float weight = block_.weight[k];
     const int64_t offset =
         p_.op.layout.route_records(parity_of(ctx_.epoch), ctx_.rank(), item_.token) +
@@ -207,10 +206,10 @@ class LlDispatch {
     const WindowLayout& layout = p_.op.layout;
     const int parity = parity_of(ctx_.epoch);
     const uint64_t named = ranks_in(block_.destinations);
-    put_to_remote<Transport>(ctx_, item_.first_part ? others() : named, [&](int rank) {
-      if (item_.first_part) {
+    put_to_remote<Transport>(ctx_, item_.first_part() ? others() : named, [&](int rank) {
+      if (item_.first_part()) {
         Transport::put(ctx_, rank, layout.route_records(parity, ctx_.rank(), item_.token),
-                       kRecordBytes * num_experts_per_tok_);
+                       kRecordBytes * num_experts_per_tok());
       }
       if ((named >> rank & 1) == 0) return;
       Wire::template put<Transport>(
@@ -261,7 +260,7 @@ class LlDispatch {
   // The first warp: the rows of our own token, whose route it knows, or which it reads as it was
   // sent. `words` is what the first look has seen.
   __device__ void find_own_rows(bool knows, ulonglong2 words) const {
-    if (lane_id() >= num_experts_per_tok_) return;
+    if (lane_id() >= num_experts_per_tok()) return;
     RouteRecord record{block_.own_route[lane_id()], block_.weight[lane_id()]};
     if (!knows) {
       record = wait_for_record(ctx_, record_of(ctx_.rank(), lane_id()), ctx_.rank(), words);
@@ -276,15 +275,17 @@ class LlDispatch {
   };
   __device__ OtherEntry other_entry(int i) const {
     const int turn = p_.plan.by_experts_per_tok.quotient(i);
-    return {turn < ctx_.rank() ? turn : turn + 1, i - turn * num_experts_per_tok_};
+    return {turn < ctx_.rank() ? turn : turn + 1, i - turn * num_experts_per_tok()};
   }
-  __device__ int num_other_entries() const { return (ctx_.num_ranks() - 1) * num_experts_per_tok_; }
+  __device__ int num_other_entries() const {
+    return (ctx_.num_ranks() - 1) * num_experts_per_tok();
+  }
   __device__ int first_other_entry() const { return static_cast<int>(threadIdx.x) - kWarp; }
   // The record of this thread's first entry, or of our own token's, whether it has come or not.
   __device__ ulonglong2 look_at_record() const {
     const int i = first_other_entry();
     const bool own = i < 0;
-    if (own ? lane_id() >= num_experts_per_tok_ : i >= num_other_entries()) return {};
+    if (own ? lane_id() >= num_experts_per_tok() : i >= num_other_entries()) return {};
     const OtherEntry entry = own ? OtherEntry{ctx_.rank(), lane_id()} : other_entry(i);
     return load_long_words(record_of(entry.source, entry.k));
   }
@@ -312,9 +313,9 @@ class LlDispatch {
   __device__ void place_entry(int source, int k, const RouteRecord& record) const {
     const int row = record.route != kNoRoute ? places_.row_of(record.route, source) : -1;
     rows_[source * p_.plan.list_entries + k] = row;
-    if (!item_.first_part) return;
+    if (!item_.first_part()) return;
     const int message = source * p_.op.num_tokens + item_.token;
-    p_.recv_rows[message * num_experts_per_tok_ + k] = row;
+    p_.recv_rows[message * num_experts_per_tok() + k] = row;
     if (row >= 0) p_.weights[row] = record.weight;
   }
 
@@ -361,8 +362,6 @@ class LlDispatch {
   const LlContext& ctx_;
   const LlDispatchParams& p_;
   LlDispatchBlock& block_;
-  const int num_experts_per_tok_;
-  const int num_items_;
   int32_t* const rows_;
   LlRouter router_;
   Places places_;

@@ -22,6 +22,10 @@ struct LlVerdict {
   uint64_t expected;
   uint64_t seen;
   uint64_t deadline;  // of all waits of the block, from the first that lasts a while; 0: none did
+  // As the launch found them. Whoever needs them after its beginning needs them here: they would
+  // keep four registers of every thread.
+  uint64_t started;
+  uint64_t done;
 };
 
 class LlWait;
@@ -32,7 +36,9 @@ struct LlContext : OpContext {
   LlVerdict& verdict;
 
   // One thread, before any may give up.
-  __device__ void clear() const {
+  __device__ void clear(uint64_t started, uint64_t done) const {
+    verdict.started = started;
+    verdict.done = done;
     block.aborted = 0;
     verdict.given = 0;
     verdict.deadline = 0;
@@ -100,7 +106,6 @@ struct LlItem {
   int token;
   int column;  // this thread's first
   int left;    // columns of the part from there on
-  bool first_part;
 
   __device__ static LlItem of(const LlGrid& grid, int item) {
     const int token = grid.by_parts.quotient(item);
@@ -108,8 +113,9 @@ struct LlItem {
     const int begin = part * grid.part_columns;
     const int end = min(begin + grid.part_columns, grid.num_columns);
     const int column = begin + static_cast<int>(threadIdx.x);
-    return {token, column, end - column, part == 0};
+    return {token, column, end - column};
   }
+  __device__ bool first_part() const { return begin() == 0; }
   // The part's first column, and how many there are.
   __device__ int begin() const { return column - static_cast<int>(threadIdx.x); }
   __device__ int size() const { return left + static_cast<int>(threadIdx.x); }
@@ -255,7 +261,7 @@ __device__ inline bool greet_peers(const LlContext& ctx, const LlTurn& turn,
   const int last_of_warp = static_cast<int>(blockDim.x) - (warp_id() + 1) * kWarp;
   if (may_overtake && last_of_warp < op.num_ranks()) GroupTransport::order(op);
   if (peer >= op.num_ranks()) return true;
-  if (peer == 0) ctx.clear();
+  if (peer == 0) ctx.clear(counters.started, counters.done);
   wait_for_copies();  // of addresses
   bool ready = opening.open != 0 && opening.poison == 0;
   if (ready && !in_turn(ctx, turn, counters, opening.pending, opening.generation)) {
@@ -292,8 +298,7 @@ __device__ inline void meet_peers(const LlContext& ctx, const uint32_t* waited_b
 // One block of those that gave up overwrites the outputs, once all others have added their share.
 // They all do: each of their waits has a deadline.
 template <class Spoil>
-__device__ __noinline__ void spoil_once(const LlContext ctx, const LlTurn& turn,
-                                        const LlCounters counters, Spoil spoil) {
+__device__ __noinline__ void spoil_once(const LlContext ctx, const LlTurn& turn, Spoil spoil) {
   // A share says that the block has issued its last store, not that the store is done: a fence
   // there would cost every operation a microsecond for the sake of one that fails.
   constexpr uint64_t kStoresTakeNs = 50'000;
@@ -304,7 +309,8 @@ __device__ __noinline__ void spoil_once(const LlContext ctx, const LlTurn& turn,
     ctx.block.is_last_block = atomicAdd(&state->failed.value, 1u) == 0;
     if (ctx.block.is_last_block != 0) {
       const uint64_t* counter = turn.send ? &state->started : &state->done;
-      const uint64_t before = (turn.send ? counters.started : counters.done) * kLaunchShare;
+      const LlVerdict& launch = ctx.verdict;
+      const uint64_t before = (turn.send ? launch.started : launch.done) * kLaunchShare;
       const uint64_t others = kLaunchShare - share_of_block();
       while (load_acquire<kDeviceScope>(counter) - before != others) {
       }
@@ -322,9 +328,9 @@ __device__ __noinline__ void spoil_once(const LlContext ctx, const LlTurn& turn,
 // All threads of all blocks, when their work is done. `needs_last`: the block that ends last calls
 // `at_last` with all its threads.
 template <class Spoil, class AtLast>
-__device__ void finish_ll(const LlContext& ctx, const LlTurn& turn, const LlCounters& counters,
-                          bool begun, bool needs_last, Spoil spoil, AtLast at_last) {
-  if (__syncthreads_or(!begun || ctx.aborted())) spoil_once(ctx, turn, counters, spoil);
+__device__ void finish_ll(const LlContext& ctx, const LlTurn& turn, bool begun, bool needs_last,
+                          Spoil spoil, AtLast at_last) {
+  if (__syncthreads_or(!begun || ctx.aborted())) spoil_once(ctx, turn, spoil);
   if (threadIdx.x == 0) add_share(ctx.op, turn);
   if (!needs_last) return;
   LowLatencyState* state = ctx.op.low_latency_state();

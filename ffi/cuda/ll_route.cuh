@@ -76,7 +76,7 @@ __device__ __noinline__ inline void report_block_faults(const LlDispatchParams& 
   const int num_items = p.plan.grid.num_items(p.op.num_tokens);
   for (int i = static_cast<int>(blockIdx.x); i < num_items; i += static_cast<int>(gridDim.x)) {
     const LlItem item = LlItem::of(p.plan.grid, i);
-    if (!item.first_part) continue;
+    if (!item.first_part()) continue;
     int32_t value = -1;
     if (lane_id() < num_experts_per_tok) {
       value = p.topk_idx[int64_t{item.token} * num_experts_per_tok + lane_id()];
@@ -92,9 +92,6 @@ class LlRouter {
   __device__ LlRouter(const LlContext& ctx, const LlDispatchParams& p, char* shared)
       : ctx_(ctx),
         p_(p),
-        num_experts_(p.op.layout.shape.num_experts),
-        num_experts_per_tok_(p.op.layout.shape.num_experts_per_tok),
-        num_entries_(p.op.num_tokens * num_experts_per_tok_),
         masks_(reinterpret_cast<uint32_t*>(shared + max(int64_t{0}, p.plan.masks_offset))) {}
 
   // All threads, first of all, with routes in shared memory: asks for this rank's choices, and
@@ -102,7 +99,7 @@ class LlRouter {
   __device__ void ask() {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) ahead_[i] = expert_at(index_of(i));
-    const int num_words = num_experts_ * p_.plan.mask_words;
+    const int num_words = num_experts() * p_.plan.mask_words;
 #pragma unroll 1
     for (int i = index_of(0); i < num_words; i += blockDim.x) masks_[i] = 0;
   }
@@ -111,7 +108,7 @@ class LlRouter {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) mark(index_of(i), ahead_[i]);
 #pragma unroll 1
-    for (int i = index_of(kAhead); i < num_entries_; i += blockDim.x) mark(i, expert_at(i));
+    for (int i = index_of(kAhead); i < num_entries(); i += blockDim.x) mark(i, expert_at(i));
   }
 
   // All threads, before any payload is sent, behind which the counts would queue.
@@ -124,7 +121,7 @@ class LlRouter {
   // The route of entry k, whose expert is sanitised and lives on `rank`.
   __device__ uint32_t route_of(int token, int k, int expert, int rank) const {
     if (!routes_in_shared(p_)) {
-      return p_.op.scratch.routes[token * num_experts_per_tok_ + k].route;
+      return p_.op.scratch.routes[token * num_experts_per_tok() + k].route;
     }
     if (expert < 0) return kNoRoute;
     return pack_route(expert - rank * p_.plan.experts_per_rank, tokens_before(expert, token));
@@ -134,15 +131,18 @@ class LlRouter {
   static constexpr int kAhead = 4;
   static constexpr int kWordBits = 32;
 
+  __device__ int num_experts() const { return p_.op.layout.shape.num_experts; }
+  __device__ int num_experts_per_tok() const { return p_.op.layout.shape.num_experts_per_tok; }
+  __device__ int num_entries() const { return p_.op.num_tokens * num_experts_per_tok(); }
   __device__ int index_of(int i) const { return static_cast<int>(threadIdx.x + i * blockDim.x); }
   __device__ int expert_at(int entry) const {
-    return entry < num_entries_ ? p_.topk_idx[entry] : -1;
+    return entry < num_entries() ? p_.topk_idx[entry] : -1;
   }
   // A token that names an expert twice counts once: it sets the same bit.
   __device__ void mark(int entry, int expert) const {
-    if (expert < 0 || expert >= num_experts_) return;
+    if (expert < 0 || expert >= num_experts()) return;
     const int token = p_.plan.by_experts_per_tok.quotient(entry);
-    atomicOr(&masks_[token / kWordBits * num_experts_ + expert], 1u << (token % kWordBits));
+    atomicOr(&masks_[token / kWordBits * num_experts() + expert], 1u << (token % kWordBits));
   }
   // Tokens before this one that chose the expert.
   __device__ int tokens_before(int expert, int token) const {
@@ -154,7 +154,7 @@ class LlRouter {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         const int at = first + w * kWordBits;
-        words[w] = at < token ? masks_[at / kWordBits * num_experts_ + expert] : 0;
+        words[w] = at < token ? masks_[at / kWordBits * num_experts() + expert] : 0;
       }
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
@@ -178,9 +178,6 @@ class LlRouter {
 
   const LlContext& ctx_;
   const LlDispatchParams& p_;
-  const int num_experts_;
-  const int num_experts_per_tok_;
-  const int num_entries_;
   int ahead_[kAhead];
   uint32_t* const masks_;  // [mask_words, E]: neighbours in different banks
 };
