@@ -95,7 +95,9 @@ class LlDispatch {
   // Of the first warp: entry k of the item's token is lane k's.
   __device__ bool has_entry() const { return lane_id() < num_experts_per_tok() && !idle(); }
   __device__ void load_entries() const {
-    if (warp_id() != 0 || !has_entry()) return;
+    if (warp_id() != 0) return;
+    __syncwarp();  // all have sent the last item's records
+    if (!has_entry()) return;
     const int entry = item_.token * num_experts_per_tok() + lane_id();
     copy_async(&block_.expert[lane_id()], p_.topk_idx + entry);
     copy_async(&block_.weight[lane_id()], p_.topk_weights + entry);
