@@ -174,6 +174,7 @@ class LlCombine {
 
   // ---- Sending.
 
+  // Columns first: their warps would be late by what else there is to send, and the item with them.
   __device__ void send() const {
     if (item_.has(0)) send_columns();
     __syncwarp();

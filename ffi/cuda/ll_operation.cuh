@@ -13,7 +13,8 @@
 
 namespace jax_ep::gpu {
 
-// In shared memory: what the first of the block's threads that gave up has to say.
+// In shared memory: what the first of the block's threads that gave up has to say, and what the
+// block needs then.
 struct LlVerdict {
   uint32_t given;
   ErrorKind kind;
