@@ -25,15 +25,8 @@ from ep_bench.systems import OPS, SYSTEMS  # isort: skip
 def test_linked_chains_of_calls_hold_nothing_else(op, shape, rng):
     """Native's calls are counted and results checked on the way; here what is between them."""
     sizes, programs = check_chains("native", op, "data", shape, rng)
-    grown = {length: instructions(program.as_text()) for length, program in programs.items()}
-    added = [opcode for opcode in grown[3] if opcode not in ("custom-call", "get-tuple-element")]
-    for opcode in grown[1]:
-        if opcode in added:
-            added.remove(opcode)
     # Of two operations more: combine's touch, for which XLA:CPU may take a loop or two.
-    most = 4 if op == "combine" else 0
-    assert sum(opcode in ("fusion", "call") for opcode in added) <= most, added
-    assert not {"while", "copy", "conditional"} & set(added), added
+    assert_only_calls_added(programs, most_fusions=4 if op == "combine" else 0)
     grown = {
         length: sum(
             hlo.count_arrays(program.as_text(), rows * sizes.H)
@@ -52,8 +45,30 @@ LOW_LATENCY_CHAINS += [(f"low_latency_{name}", "dispatch") for name in ("padded"
 
 
 @pytest.mark.parametrize(("name", "op"), LOW_LATENCY_CHAINS)
-def test_linked_chains_of_low_latency_hold_its_calls(name, op, rng):
-    check_chains(name, op, "data", "few_experts", rng)
+def test_linked_chains_of_low_latency_hold_nothing_but_its_calls(name, op, rng):
+    """No touch either: combines are linked by their order token."""
+    _, programs = check_chains(name, op, "data", "few_experts", rng)
+    assert_only_calls_added(programs, most_fusions=0)
+
+
+@pytest.mark.parametrize("name", ["native", "low_latency_compact", "low_latency_float8", "argsort"])
+def test_a_system_says_what_its_operations_are(name, rng):
+    system = SYSTEMS[name]
+    truth = make("one_rank" if name == "argsort" else "few_experts", rng)
+    with system.open(truth.load, truth.mesh, None) as ops:
+        assert system.opaque == ops.opaque
+        assert system.in_turn == (ops.combine_in_turn is not None)
+
+
+def assert_only_calls_added(programs, most_fusions: int) -> None:
+    """By the second and third of three operations."""
+    grown = {length: instructions(program.as_text()) for length, program in programs.items()}
+    added = [opcode for opcode in grown[3] if opcode not in ("custom-call", "get-tuple-element")]
+    for opcode in grown[1]:
+        if opcode in added:
+            added.remove(opcode)
+    assert sum(opcode in ("fusion", "call") for opcode in added) <= most_fusions, added
+    assert not {"while", "copy", "conditional"} & set(added), added
 
 
 def instructions(text: str) -> list[str]:
