@@ -321,7 +321,7 @@ class LlDispatch {
     if (row >= 0) p_.weights[row] = record.weight;
   }
 
-  // All threads: the rows of one source's token get this thread's column.
+  // All threads: the rows of one source's token get the item's columns.
   __device__ void expand(int source, const typename Wire::Output& output) const {
     const typename Wire::Place place = Wire::place(p_, item_);
     const int32_t* rows = rows_ + source * p_.plan.list_entries;
