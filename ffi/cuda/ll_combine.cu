@@ -61,7 +61,10 @@ LlCombinePlan plan_ll_combine(const WindowShape& shape, int num_tokens, int num_
   plan.row_bytes = static_cast<int>(shape.row_bytes);
   const int most_rows = shape.num_ranks * shape.num_experts_per_tok;
   SharedLayout layout(limits.max_shared_bytes - kStaticBytes);
-  plan.list_offset = layout.take(static_cast<int64_t>(sizeof(LlRow)) * most_rows);
+  plan.entries_at_once = 32 / shape.num_experts_per_tok * shape.num_experts_per_tok;
+  plan.rows_offset = layout.take(int64_t{4} * most_rows);
+  plan.weights_offset = layout.take(int64_t{4} * most_rows);
+  plan.groups_offset = layout.take(static_cast<int64_t>(sizeof(LlRowGroup)) * shape.num_ranks);
   plan.stage_offset = align_up(layout.used(), 128);
   plan.grid = plan_ll_grid(num_tokens, static_cast<int>(shape.row_bytes / 16), kLlMaxUnits,
                            plan.stage_offset + kStaticBytes, num_sms, limits);

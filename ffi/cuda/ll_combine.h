@@ -10,11 +10,10 @@
 
 namespace jax_ep::gpu {
 
-// A row of ours, in the list of an item's rows.
-struct alignas(16) LlRow {
-  const char* at;  // the item's columns of it, in shared memory or in y
-  int32_t source;  // whose token it is of
-  float weight;
+// In the list of an item's rows of ours, those for one rank's token follow each other.
+struct LlRowGroup {
+  int source;  // whose token it is of
+  int end;     // of its rows, which begin where the last group's end
 };
 
 // Offsets are into dynamic shared memory.
@@ -23,8 +22,11 @@ struct LlCombinePlan {
   LlDivisor by_experts_per_tok;
   LlDivisor by_experts_per_rank;
   int row_bytes;
-  int64_t list_offset;   // LlRow [R * K]
-  int64_t stage_offset;  // [num_staged, stage_bytes]: rows brought into shared memory
+  int entries_at_once;     // (source, k) that a warp finds at a time: all K of some sources
+  int64_t rows_offset;     // int32 [R * K]: the list's rows
+  int64_t weights_offset;  // float [R * K]: theirs
+  int64_t groups_offset;   // LlRowGroup [R]
+  int64_t stage_offset;    // [num_staged, stage_bytes]: the list's first rows, where they are used
   int stage_bytes;
   int num_staged;
   int64_t shared_bytes;

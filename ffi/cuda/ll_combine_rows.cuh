@@ -64,8 +64,10 @@ class LlCombine {
   }
 
  private:
-  using Vector = RowVector<kType>;
-  static constexpr int kAtOnce = 2 / kUnits;  // rows between memory and the sums
+  using Sums = LlSums<kType, kUnits>;
+  // A sum stays away only where all rows of its token were dropped. The flags that say so lie close
+  // together: looked at each time, they would be where all threads of the device meet.
+  static constexpr int kLooksPerFlag = 16;
 
   __device__ int num_experts_per_tok() const { return p_.op.layout.shape.num_experts_per_tok; }
   __device__ int num_items() const { return p_.plan.grid.num_items(p_.op.num_tokens); }
@@ -86,25 +88,13 @@ class LlCombine {
   __device__ const uint32_t* flag_of(int peer) const {
     return reinterpret_cast<const uint32_t*>(ctx_.own_window(flag_offset_of(peer)));
   }
+  __device__ bool is_absent(int peer) const {
+    const uint32_t seen = load_relaxed<kSystemScope>(flag_of(peer));
+    return read_arrival(seen, ctx_.epoch) == Arrival::kAbsent;
+  }
   __device__ int64_t scalars_offset(int peer) const {
     return p_.op.layout.combine_scalars(parity_of(ctx_.epoch), peer, item_.token);
   }
-
-  // Of this thread's columns, in float32.
-  struct Sums {
-    float of[kUnits][Vector::kElements];
-
-    __device__ void add(const LlColumns<kUnits>& columns, float weight) {
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) Vector::add_weighted(of[u], columns.v[u], weight);
-    }
-    __device__ LlColumns<kUnits> rounded() const {
-      LlColumns<kUnits> columns;
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) columns.v[u] = Vector::pack(of[u]);
-      return columns;
-    }
-  };
 
   // ---- The item, and its rows.
 
@@ -112,40 +102,8 @@ class LlCombine {
   __device__ void take(int item, bool sends) {
     item_ = LlItem::of(p_.plan.grid, item);
     const bool receives = p_.turn.receive && (!sends || is_last(item));
-    if (warp_id() == 0) rows_.find(item_, {/*remote=*/sends, /*own=*/receives}, turn_);
+    rows_.find(item_, {/*remote=*/sends, /*own=*/receives}, turn_);
     if (warp_id() == 1) name_ranks();
-  }
-
-  // Rows [begin, end) of the list, into the sums. After each, done(i, source).
-  template <class Done>
-  __device__ void add_rows(int begin, int end, Sums& sums, Done done) const {
-#pragma unroll 1
-    for (int first = begin; first < end; first += kAtOnce) {
-      LlRow rows[kAtOnce];
-      LlColumns<kUnits> columns[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i >= end) break;
-        rows[i] = rows_.row(first + i);
-        columns[i] = columns_of(rows[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i >= end) break;
-        sums.add(columns[i], rows[i].weight);
-        done(first + i, rows[i].source);
-      }
-    }
-  }
-  // In shared memory or in y.
-  __device__ LlColumns<kUnits> columns_of(const LlRow& row) const {
-    LlColumns<kUnits> columns = {};
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      if (!item_.has(u)) continue;
-      columns.v[u] = reinterpret_cast<const uint4*>(row.at)[item_.column_of(u) - item_.begin()];
-    }
-    return columns;
   }
 
   __device__ void name_ranks() {
@@ -161,11 +119,10 @@ class LlCombine {
     return valid ? p_.plan.by_experts_per_rank.quotient(expert) : -1;
   }
   __device__ static void write_mask(uint64_t mine, uint32_t (&mask)[2]) {
-    const uint32_t low = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(mine));
-    const uint32_t high = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(mine >> 32));
+    const uint64_t all = any_lane(mine);
     if (lane_id() == 0) {
-      mask[0] = low;
-      mask[1] = high;
+      mask[0] = static_cast<uint32_t>(all);
+      mask[1] = static_cast<uint32_t>(all >> 32);
     }
   }
   __device__ static uint64_t read_mask(const uint32_t (&mask)[2]) {
@@ -185,20 +142,20 @@ class LlCombine {
 
   // One warp: of the sums that do not come.
   __device__ void send_flags() const {
-    const uint64_t present = rows_.present();
+    const uint64_t sources = rows_.remote_sources();
 #pragma unroll 1
     for (int r = lane_id(); r < ctx_.num_ranks(); r += kWarp) {
-      if (r == ctx_.rank() || (present >> r & 1) != 0) continue;
+      if (r == ctx_.rank() || (sources >> r & 1) != 0) continue;
       Transport::signal(ctx_, r, flag_offset_of(ctx_.rank()), arrival_flag(ctx_.epoch, false));
     }
   }
 
   __device__ void send_scalars() const {
+    const uint64_t sources = rows_.remote_sources();
     if (lane_id() >= num_experts_per_tok()) return;
-    const uint64_t present = rows_.present();
 #pragma unroll 1
     for (int r = 0; r < ctx_.num_ranks(); ++r) {
-      if (r == ctx_.rank() || (present >> r & 1) == 0) continue;
+      if ((sources >> r & 1) == 0) continue;
       const int row = rows_.row_at(item_, r, lane_id());
       const float scalar = row >= 0 ? p_.row_scalars[row] : 0.0f;
       Transport::send_word(ctx_, r, scalars_offset(ctx_.rank()), lane_id(),
@@ -207,23 +164,29 @@ class LlCombine {
   }
 
   __device__ void send_columns() const {
-    const int end = rows_.num_remote();
-    Sums sums = {};
+    const int64_t slot = slot_offset(ctx_.rank());
+    const int num_groups = rows_.num_remote_groups();
     rows_.wait_for_remote(turn_);
-    add_rows(0, end, sums, [&](int i, int source) {
-      if (i + 1 < end && rows_.row(i + 1).source == source) return;
-      store_columns(Transport::window(ctx_, source, slot_offset(ctx_.rank())), item_,
+    int begin = 0;
+#pragma unroll 1
+    for (int g = 0; g < num_groups; ++g) {
+      const LlRowGroup group = rows_.group(g);
+      Sums sums = {};
+      rows_.add(item_, begin, group.end, &sums);
+      begin = group.end;
+      store_columns(Transport::window(ctx_, group.source, slot), item_,
                     without_sentinel(sums.rounded()));
-      sums = {};
-    });
+    }
   }
 
   // All threads: what lies in the send region.
   __device__ void put_sums() const {
-    const uint64_t ranks = rows_.present() & ~(uint64_t{1} << ctx_.rank());
-    put_to_remote<Transport>(ctx_, ranks, [&](int rank) {
-      Transport::put(ctx_, rank, slot_offset(ctx_.rank()) + item_.begin() * 16, item_.size() * 16);
-    });
+    if constexpr (Transport::kPuts) {
+      put_to_remote<Transport>(ctx_, rows_.remote_sources(), [&](int rank) {
+        const int64_t slot = slot_offset(ctx_.rank());
+        Transport::put(ctx_, rank, slot + item_.begin() * 16, item_.size() * 16);
+      });
+    }
   }
 
   // ---- Receiving.
@@ -248,7 +211,7 @@ class LlCombine {
       if (left != 0) next = look(left);
       if (peer == ctx_.rank()) {
         rows_.wait_for_own(turn_);
-        add_rows(rows_.num_remote(), rows_.num_all(), sums, [](int, int) {});
+        rows_.add(item_, rows_.num_remote(), rows_.num_all(), &sums);
       } else if (wait_for_sum(peer, &columns)) {
         sums.add(columns, 1.0f);
       }
@@ -269,10 +232,10 @@ class LlCombine {
   __device__ bool wait_for_sum(int peer, LlColumns<kUnits>* columns) const {
     char* slot = ctx_.own_window(slot_offset(peer));
     LlWait bound;
+    int looks = 0;
     while (!has_arrived(*columns)) {
-      const uint32_t seen = load_relaxed<kSystemScope>(flag_of(peer));
       *columns = look_at_columns<kUnits>(slot, item_);
-      if (read_arrival(seen, ctx_.epoch) == Arrival::kAbsent) return false;
+      if (++looks % kLooksPerFlag == 0 && is_absent(peer)) return false;
       if (bound.over(ctx_, WaitFor::kRow, peer, columns->v[0].x)) return false;
     }
     restore_sentinels<kUnits>(slot, item_);
@@ -301,8 +264,7 @@ class LlCombine {
     auto* at = reinterpret_cast<uint32_t*>(ctx_.own_window(scalars_offset(peer))) + lane_id();
     LlWait bound;
     while ((*word = load_relaxed<kSystemScope>(at)) == kSentinel) {
-      const uint32_t seen = load_relaxed<kSystemScope>(flag_of(peer));
-      if (read_arrival(seen, ctx_.epoch) == Arrival::kAbsent) return false;
+      if (is_absent(peer)) return false;
       if (bound.over(ctx_, WaitFor::kRow, peer, *word)) return false;
     }
     store_relaxed<kSystemScope>(at, kSentinel);

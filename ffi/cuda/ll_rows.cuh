@@ -1,13 +1,41 @@
 // The rows of ours that low-latency combine adds up for an item: which they are, and where they can
-// be read. Bulk copies bring them into shared memory while the operation begins: one instruction a
-// row, and no register. Rows for which there is no room there, and all on devices without bulk
-// copies, are read where they are.
+// be read. A list of them is made while the operation begins, in which the rows of a source follow
+// each other, and bulk copies bring the list's first rows into shared memory in its order: one
+// instruction a row, and no register. Rows for which there is no room there, and all on devices
+// without bulk copies, are read where they are.
 #pragma once
 
 #include "cuda/ll_combine.h"
 #include "cuda/ll_payload.cuh"
+#include "cuda/vectors.cuh"
 
 namespace jax_ep::gpu {
+
+// Of a thread's columns, in float32.
+template <RowType kType, int kUnits>
+struct LlSums {
+  using Vector = RowVector<kType>;
+
+  float of[kUnits][Vector::kElements];
+
+  __device__ void add(const LlColumns<kUnits>& columns, float weight) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) Vector::add_weighted(of[u], columns.v[u], weight);
+  }
+  __device__ LlColumns<kUnits> rounded() const {
+    LlColumns<kUnits> columns;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) columns.v[u] = Vector::pack(of[u]);
+    return columns;
+  }
+};
+
+// All lanes of a warp: the bits of any.
+__device__ inline uint64_t any_lane(uint64_t mask) {
+  const uint32_t low = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(mask));
+  const uint32_t high = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(mask >> 32));
+  return static_cast<uint64_t>(high) << 32 | low;
+}
 
 // What of an item's rows a block is about to add up.
 struct LlRowUse {
@@ -21,7 +49,7 @@ class LlRows {
   struct State {
     int num_rows;
     int num_remote_rows;
-    uint32_t present[2];          // sources with rows, a bit each
+    int num_remote_groups;
     alignas(8) uint64_t here[2];  // barriers: remote rows, own rows
   };
 
@@ -29,38 +57,19 @@ class LlRows {
       : ctx_(ctx),
         p_(p),
         state_(state),
-        list_(reinterpret_cast<LlRow*>(shared + p.plan.list_offset)),
+        rows_(reinterpret_cast<int*>(shared + p.plan.rows_offset)),
+        weights_(reinterpret_cast<float*>(shared + p.plan.weights_offset)),
+        groups_(reinterpret_cast<LlRowGroup*>(shared + p.plan.groups_offset)),
         stage_(shared + p.plan.stage_offset) {}
 
-  // One warp, when nobody reads the last item's rows any more. A block barrier must follow. turn:
-  // how many items were found before this one.
+  // All threads, when nobody reads the last item's rows any more. A block barrier must follow.
+  // turn: how many items came before this one. Copies and list are two warps' work, side by side,
+  // where there are two that have nothing else to do: the second warp looks at our own token, the
+  // last one sees to the peers.
   __device__ void find(const LlItem& item, const LlRowUse& use, uint32_t turn) const {
-    const int num_experts_per_tok = p_.op.layout.shape.num_experts_per_tok;
-    const int entries = ctx_.num_ranks() * num_experts_per_tok;
-    const int remote_entries = entries - num_experts_per_tok;
-    Found found{};
-#pragma unroll 1
-    for (int first = 0; first < entries; first += kWarp) {
-      const int entry = first + lane_id();
-      const int distance = p_.plan.by_experts_per_tok.quotient(entry);
-      int source = ctx_.rank() + 1 + distance;
-      if (source >= ctx_.num_ranks()) source -= ctx_.num_ranks();
-      const int k = entry - distance * num_experts_per_tok;
-      const int row = entry < entries ? row_at(item, source, k) : -1;
-      if (turn == 0 && first == 0) set_up_barriers();  // while the load is on its way
-      add(item, use, entry < remote_entries, source, row, &found);
-    }
-    const uint32_t low = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(found.present));
-    const uint32_t high = __reduce_or_sync(kFullWarp, static_cast<uint32_t>(found.present >> 32));
-    if (lane_id() != 0) return;
-    state_.present[0] = low;
-    state_.present[1] = high;
-    state_.num_rows = found.rows;
-    state_.num_remote_rows = found.remote_rows;
-#if defined(JAX_EP_BULK_COPY)
-    barrier_arrive(&state_.here[0]);
-    barrier_arrive(&state_.here[1]);
-#endif
+    const int lister = blockDim.x < 4 * kWarp ? 0 : 2;
+    if (warp_id() == 0) bring(item, use, turn);
+    if (warp_id() == lister) list(item, use);
   }
 
   // All threads that read rows, with find()'s turn.
@@ -70,19 +79,106 @@ class LlRows {
   // By source, beginning with the one after this rank and ending with our own; in the order of k.
   __device__ int num_remote() const { return state_.num_remote_rows; }
   __device__ int num_all() const { return state_.num_rows; }
-  __device__ LlRow row(int i) const { return list_[i]; }
-  __device__ uint64_t present() const {
-    return static_cast<uint64_t>(state_.present[1]) << 32 | state_.present[0];
+  __device__ int num_remote_groups() const { return state_.num_remote_groups; }
+  __device__ LlRowGroup group(int i) const { return groups_[i]; }
+
+  // A thread that has columns: adds those of rows [begin, end) of the list, one after the other, to
+  // the sums. Several are read at a time, without a branch between them.
+  template <RowType kType, int kUnits>
+  __device__ void add(const LlItem& item, int begin, int end, LlSums<kType, kUnits>* sums) const {
+    constexpr int kMost = 4 / kUnits;  // rows between memory and the sums
+    const int staged = min(end, p_.plan.num_staged);
+    int i = begin;
+#pragma unroll 1
+    for (; i + kMost <= staged; i += kMost) add_staged<kMost>(item, i, sums);
+    if (kMost > 2 && i + 2 <= staged) {
+      add_staged<2>(item, i, sums);
+      i += 2;
+    }
+    if (i < staged) add_staged<1>(item, i++, sums);
+#pragma unroll 1
+    for (; i < end; ++i) {
+      const char* row = p_.y + wide_product(rows_[i], p_.plan.row_bytes);
+      sums->add(load_columns<kUnits>(row, item), weights_[i]);
+    }
+  }
+
+  // All lanes of a warp: the sources of the remote rows, a bit each.
+  __device__ uint64_t remote_sources() const {
+    uint64_t mine = 0;
+#pragma unroll 1
+    for (int g = lane_id(); g < num_remote_groups(); g += kWarp) {
+      mine |= uint64_t{1} << groups_[g].source;
+    }
+    return any_lane(mine);
   }
 
   // Row of entry k of the token of this number of a source, -1 for none.
   __device__ int row_at(const LlItem& item, int source, int k) const {
     const int message = source * p_.op.num_tokens + item.token;
-    const int row = p_.recv_rows[message * p_.op.layout.shape.num_experts_per_tok + k];
+    const int row = p_.recv_rows[message * num_experts_per_tok() + k];
     return row >= 0 && row < p_.capacity ? row : -1;
   }
 
  private:
+  // Of a lane: entry k of the token of a source.
+  struct Entry {
+    bool remote;
+    int source;
+    int k;
+    int row;  // -1 for none
+  };
+
+  __device__ int num_experts_per_tok() const { return p_.op.layout.shape.num_experts_per_tok; }
+
+  // One warp: body(entry), with an entry of each lane, until all are through, our own last. Without
+  // use of remote rows, our own alone.
+  template <class Body>
+  __device__ void for_each_entry(const LlItem& item, const LlRowUse& use, Body body) const {
+    const int entries = ctx_.num_ranks() * num_experts_per_tok();
+    const int remote_entries = entries - num_experts_per_tok();
+#pragma unroll 1
+    for (int first = use.remote ? 0 : remote_entries; first < entries;
+         first += p_.plan.entries_at_once) {
+      const int entry = first + lane_id();
+      const int distance = p_.plan.by_experts_per_tok.quotient(entry);
+      Entry e{entry < remote_entries, ctx_.rank() + 1 + distance,
+              entry - distance * num_experts_per_tok(), -1};
+      if (e.source >= ctx_.num_ranks()) e.source -= ctx_.num_ranks();
+      const bool is_one = lane_id() < p_.plan.entries_at_once && entry < entries;
+      if (is_one) e.row = row_at(item, e.source, e.k);
+      body(e);
+    }
+  }
+
+  // One warp: the list's first rows, where they are used, are on their way.
+  __device__ void bring(const LlItem& item, const LlRowUse& use, uint32_t turn) const {
+#if defined(JAX_EP_BULK_COPY)
+    const uint32_t bytes = static_cast<uint32_t>(item.size()) * 16;
+    bool is_new = turn == 0;
+    int rows = 0;
+    int copies[2] = {};  // remote, own
+    for_each_entry(item, use, [&](const Entry& e) {
+      if (is_new) set_up_barriers();  // while the load is on its way
+      is_new = false;
+      const unsigned all = __ballot_sync(kFullWarp, e.row >= 0);
+      const int place = rows + __popc(all & lanes_below());
+      const bool copied = e.row >= 0 && (e.remote || use.own) && place < p_.plan.num_staged;
+      if (copied) {
+        const char* from = p_.y + wide_product(e.row, p_.plan.row_bytes) + item.begin() * 16;
+        bulk_load(stage_ + place * p_.plan.stage_bytes, from, bytes,
+                  &state_.here[e.remote ? 0 : 1]);
+      }
+      __syncwarp();
+      rows += __popc(all);
+      copies[0] += __popc(__ballot_sync(kFullWarp, copied && e.remote));
+      copies[1] += __popc(__ballot_sync(kFullWarp, copied && !e.remote));
+    });
+    // Bytes may come before they are expected: this is the barriers' only arrival.
+    if (lane_id() == 0) barrier_expect(&state_.here[0], copies[0] * bytes);
+    if (lane_id() == 1) barrier_expect(&state_.here[1], copies[1] * bytes);
+#endif
+  }
   __device__ void set_up_barriers() const {
 #if defined(JAX_EP_BULK_COPY)
     if (lane_id() < 2) barrier_init(&state_.here[lane_id()], 1);
@@ -91,45 +187,54 @@ class LlRows {
 #endif
   }
 
-  // By one warp, so far; `present` differs between its lanes.
-  struct Found {
-    int rows;
-    int remote_rows;
-    int copies;
-    uint64_t present;
-  };
+  // One warp.
+  __device__ void list(const LlItem& item, const LlRowUse& use) const {
+    int rows = 0;
+    int remote_rows = 0;
+    int groups = 0;
+    int remote_groups = 0;
+    for_each_entry(item, use, [&](const Entry& e) {
+      const bool is_row = e.row >= 0;
+      const float weight = is_row && p_.row_weights != nullptr ? p_.row_weights[e.row] : 1.0f;
+      const unsigned all = __ballot_sync(kFullWarp, is_row);
+      const int behind = num_experts_per_tok() - 1 - e.k;  // entries of the source
+      const bool is_last = is_row && (all >> lane_id() >> 1 & ((1u << behind) - 1)) == 0;
+      const unsigned last = __ballot_sync(kFullWarp, is_last);
+      const unsigned remote = __ballot_sync(kFullWarp, e.remote);
+      const int place = rows + __popc(all & lanes_below());
+      if (is_last) groups_[groups + __popc(last & lanes_below())] = {e.source, place + 1};
+      if (is_row) {
+        rows_[place] = e.row;
+        weights_[place] = weight;
+      }
+      rows += __popc(all);
+      remote_rows += __popc(all & remote);
+      groups += __popc(last);
+      remote_groups += __popc(last & remote);
+    });
+    if (lane_id() != 0) return;
+    state_.num_rows = rows;
+    state_.num_remote_rows = remote_rows;
+    state_.num_remote_groups = remote_groups;
+  }
 
-  // Each lane's row, or -1: into the list, and on its way.
-  __device__ void add(const LlItem& item, const LlRowUse& use, bool remote, int source, int row,
-                      Found* found) const {
-    const float weight = row >= 0 && p_.row_weights != nullptr ? p_.row_weights[row] : 1.0f;
-    const unsigned all = __ballot_sync(kFullWarp, row >= 0);
-    const unsigned of_others = __ballot_sync(kFullWarp, row >= 0 && remote);
-    const char* at = p_.y + wide_product(row, p_.plan.row_bytes) + item.begin() * 16;
-#if defined(JAX_EP_BULK_COPY)
-    const uint32_t bytes = static_cast<uint32_t>(item.size()) * 16;
-    const unsigned wanted = (use.remote ? of_others : 0) | (use.own ? all & ~of_others : 0);
-    const int copy = found->copies + __popc(wanted & lanes_below());
-    const bool copied = (wanted >> lane_id() & 1) != 0 && copy < p_.plan.num_staged;
-    const unsigned copies = __ballot_sync(kFullWarp, copied);
-    if (lane_id() == 0) {
-      barrier_expect_more(&state_.here[0], __popc(copies & of_others) * bytes);
-      barrier_expect_more(&state_.here[1], __popc(copies & ~of_others) * bytes);
+  template <int kRows, RowType kType, int kUnits>
+  __device__ void add_staged(const LlItem& item, int first, LlSums<kType, kUnits>* sums) const {
+    const auto* at = reinterpret_cast<const uint4*>(stage_ + first * p_.plan.stage_bytes);
+    LlColumns<kUnits> columns[kRows];
+    float weights[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const auto* row = at + i * (p_.plan.stage_bytes / 16) + threadIdx.x;
+      columns[i] = {};
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        if (u == 0 || item.has(u)) columns[i].v[u] = row[u * blockDim.x];
+      }
+      weights[i] = weights_[first + i];
     }
-    __syncwarp();
-    if (copied) {
-      char* to = stage_ + copy * p_.plan.stage_bytes;
-      bulk_load(to, at, bytes, &state_.here[remote ? 0 : 1]);
-      at = to;
-    }
-    found->copies += __popc(copies);
-#endif
-    if (row >= 0) {
-      list_[found->rows + __popc(all & lanes_below())] = {at, source, weight};
-      found->present |= uint64_t{1} << source;
-    }
-    found->rows += __popc(all);
-    found->remote_rows += __popc(of_others);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) sums->add(columns[i], weights[i]);
   }
 
   __device__ void wait(int which, uint32_t turn) const {
@@ -141,7 +246,9 @@ class LlRows {
   const LlContext& ctx_;
   const LlCombineParams& p_;
   State& state_;
-  LlRow* const list_;
+  int* const rows_;
+  float* const weights_;
+  LlRowGroup* const groups_;
   char* const stage_;
 };
 
