@@ -108,8 +108,8 @@ def combine(
     """Sums experts' rows: ``out[t] = sum over k of weights[row] * y[row]`` for the row of (t, k).
 
     Each rank sums the rows it holds of a token in float32, k ascending, and rounds once for the
-    way; the token's rank adds these sums in rank order in float32, its own rows unrounded at their
-    place, and rounds once.
+    way; the token's rank begins with its own rows, which are not rounded, adds the others' sums in
+    rank order in float32, and rounds once.
 
     Args:
         layout: static facts of the dispatch.
@@ -134,9 +134,8 @@ def combine(
     received = received.astype(jnp.float32).reshape(layout.num_ranks, num_tokens, y.shape[1])
     own_rows = lax.dynamic_slice_in_dim(recv_rows, rank * num_tokens, num_tokens)
 
-    out = _add_in_order(nothing[:num_tokens], jnp.where(peer < rank, received, 0))
-    out = _add_weighted_rows(out, y32, weights, own_rows)
-    out = _add_in_order(out, jnp.where(peer > rank, received, 0))
+    out = _add_weighted_rows(nothing[:num_tokens], y32, weights, own_rows)
+    out = _add_in_order(out, jnp.where(peer != rank, received, 0))
     return out.astype(y.dtype)
 
 

@@ -251,12 +251,10 @@ bool Combine::gather_terms(uint64_t epoch, int token, int slot, Terms* terms) {
   if (args_.scalars != nullptr) std::fill_n(scalars_of(token), topk_, 0.0f);
   const Owners owners = owners_of(token);
   terms->size = terms->num_parts = 0;
+  // Our own rows first, then the other ranks' sums in the order of ranks.
+  if (owners.name(session_.rank())) take_rows(own_, session_.rank(), token, owners, terms);
   for (int source = 0; source < session_.num_ranks(); ++source) {
-    if (!owners.name(source)) continue;
-    if (source == session_.rank()) {
-      take_rows(own_, source, token, owners, terms);
-      continue;
-    }
+    if (source == session_.rank() || !owners.name(source)) continue;
     Arrival arrival;
     const int64_t flag = layout_.combine_flag(parity, source, slot);
     if (!session_.wait_flag(source, flag, epoch, &arrival)) return false;

@@ -1,7 +1,7 @@
 // What combine sums: an item is one output row, the rows that add up to it in the order that fixes
 // its bits, and where it goes. For a token of another rank these are our expert rows in the order
-// of k. For a token of ours they are, by rank, the other ranks' partial sums with weight 1 and, in
-// our own place, our expert rows in the order of k.
+// of k. For a token of ours they are our expert rows in the order of k, then, by rank, the other
+// ranks' partial sums with weight 1.
 #pragma once
 
 #include "cuda/combine.h"
@@ -294,7 +294,8 @@ class FinalItems {
   __device__ void write(int begin, int end, At at) {
     const int num_experts_per_tok = p_.op.layout.shape.num_experts_per_tok;
     const bool leader_included = __shfl_sync(kFullWarp, included_, leader_);
-    const int key = included_ ? now_.rank * kMaxExpertsPerTok + lanes_.k : 0x7FFFFFFF;
+    const bool own = now_.rank == ctx_.rank();
+    const int key = included_ ? (own ? -1 : now_.rank) * kMaxExpertsPerTok + lanes_.k : 0x7FFFFFFF;
     int position = 0;
     for (int k = 0; k < num_experts_per_tok; ++k) {
       const int other = __shfl_sync(kFullWarp, key, min(lanes_.first() + k, kWarp - 1));
@@ -311,7 +312,6 @@ class FinalItems {
     }
     if (p_.scalars != nullptr) write_scalar(leader_included);
     if (!included_) return;
-    const bool own = now_.rank == ctx_.rank();
     const int64_t offset = combine_row_offset(ctx_, {now_.rank, token()});
     const MessageId self{ctx_.rank(), token()};
     item->sources()[position] =

@@ -197,24 +197,22 @@ class LlCombine {
     if (item_.has(0)) receive_columns();
   }
 
-  // In the order of ranks, our own rows at our place, unrounded.
+  // Our own rows first, unrounded, while the others' sums are on their way; then those, in the
+  // order of ranks.
   __device__ void receive_columns() const {
-    Sums sums = {};
-    uint64_t left = read_mask(block_.named) | uint64_t{1} << ctx_.rank();
+    uint64_t left = read_mask(block_.named) & ~(uint64_t{1} << ctx_.rank());
     // The next sum is looked at before this one is waited for.
     LlColumns<kUnits> next = look(left);
+    Sums sums = {};
+    rows_.wait_for_own(turn_);
+    rows_.add(item_, rows_.num_remote(), rows_.num_all(), &sums);
 #pragma unroll 1
     while (left != 0) {
       const int peer = __ffsll(static_cast<long long>(left)) - 1;
       left &= left - 1;
       LlColumns<kUnits> columns = next;
-      if (left != 0) next = look(left);
-      if (peer == ctx_.rank()) {
-        rows_.wait_for_own(turn_);
-        rows_.add(item_, rows_.num_remote(), rows_.num_all(), &sums);
-      } else if (wait_for_sum(peer, &columns)) {
-        sums.add(columns, 1.0f);
-      }
+      next = look(left);
+      if (wait_for_sum(peer, &columns)) sums.add(columns, 1.0f);
     }
     char* out = p_.out + wide_product(item_.token, p_.plan.row_bytes);
     stream_columns(out, item_, sums.rounded());
@@ -222,8 +220,8 @@ class LlCombine {
 
   // What the first of `ranks` sends, whether it has come or not.
   __device__ LlColumns<kUnits> look(uint64_t ranks) const {
+    if (ranks == 0) return {};
     const int peer = __ffsll(static_cast<long long>(ranks)) - 1;
-    if (peer == ctx_.rank()) return {};
     return look_at_columns<kUnits>(ctx_.own_window(slot_offset(peer)), item_);
   }
 

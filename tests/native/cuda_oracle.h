@@ -10,6 +10,7 @@
 #include <set>
 
 #include "cuda_world.h"
+#include "order_of_sum.h"
 
 namespace jax_ep::gpu::test {
 
@@ -123,7 +124,7 @@ inline std::vector<char> expected_sum(World& world, const Truth& truth, int r, i
   const int first = token * c.num_experts_per_tok;
   std::vector<float> sum(c.hidden, 0.0f);
   std::vector<char> rounded(world.row_bytes());
-  for (int peer = 0; peer < c.num_ranks; ++peer) {
+  for (const int peer : order_of_sum(r, c.num_ranks)) {
     std::vector<float> part(c.hidden, 0.0f);
     std::vector<float>& to = peer == r ? sum : part;
     bool any = false;

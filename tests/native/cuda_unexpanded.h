@@ -54,7 +54,7 @@ inline void check_combined_slots(World& world, const Truth& truth,
     const std::vector<char> out = world.rank(r).out.take();
     parallel(c.num_tokens, [&](int64_t token) {
       std::vector<float> sum(c.hidden, 0.0f);
-      for (int peer = 0; peer < c.num_ranks; ++peer) {
+      for (const int peer : order_of_sum(r, c.num_ranks)) {
         if (!is_kept(world, truth, r, static_cast<int>(token), peer)) continue;
         const char* row = slots[peer].data() + (int64_t{r} * c.num_tokens + token) * row_bytes;
         for (int i = 0; i < c.hidden; ++i) sum[i] += read_element(row, i, c.type);

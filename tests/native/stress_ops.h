@@ -8,6 +8,7 @@
 #include "cpu/combine.h"
 #include "cpu/combine_grad.h"
 #include "cpu/dispatch.h"
+#include "order_of_sum.h"
 #include "stress_check.h"
 
 namespace jax_ep::stress {
@@ -186,10 +187,10 @@ class CombinePart {
     return row >= 0 && row < round_.capacity ? row : -1;
   }
 
-  // k ascending on the owner, rounded for the way unless it is this rank; owners ascending here.
+  // k ascending on the owner, rounded for the way unless it is this rank.
   std::vector<double> sum_of(int token) const {
     std::vector<float> total(world_.hidden, 0.0f);
-    for (int owner = 0; owner < world_.num_ranks(); ++owner) {
+    for (const int owner : order_of_sum(rank_, world_.num_ranks())) {
       bool named = false;
       for (int k = 0; k < world_.topk(); ++k) named |= owner_of(token, k) == owner;
       if (!named) continue;
