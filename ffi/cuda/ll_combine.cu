@@ -71,7 +71,9 @@ LlCombinePlan plan_ll_combine(const WindowShape& shape, int num_tokens, int num_
   plan.stage_bytes = static_cast<int>(align_up(plan.grid.part_columns * 16, 128));
   const int64_t room =
       ll_shared_room(plan.grid, num_sms, limits) - kStaticBytes - plan.stage_offset;
-  const int64_t most_staged = limits.bulk_copy ? most_rows : 0;
+  // Remote rows or our own.
+  const int most_at_once = std::max(1, shape.num_ranks - 1) * shape.num_experts_per_tok;
+  const int64_t most_staged = limits.bulk_copy ? most_at_once : 0;
   plan.num_staged = static_cast<int>(std::clamp<int64_t>(room / plan.stage_bytes, 0, most_staged));
   plan.shared_bytes = plan.stage_offset + int64_t{plan.num_staged} * plan.stage_bytes;
   return plan;

@@ -26,7 +26,7 @@ struct LlCombinePlan {
   int64_t rows_offset;     // int32 [R * K]: the list's rows
   int64_t weights_offset;  // float [R * K]: theirs
   int64_t groups_offset;   // LlRowGroup [R]
-  int64_t stage_offset;    // [num_staged, stage_bytes]: the list's first rows, where they are used
+  int64_t stage_offset;    // [num_staged, stage_bytes]: remote rows, then our own
   int stage_bytes;
   int num_staged;
   int64_t shared_bytes;

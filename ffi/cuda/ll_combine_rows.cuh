@@ -1,6 +1,6 @@
 // The two halves of low-latency combine. A block takes items of (token, part of its columns): the
-// token's rows here are summed and sent to every source that has a token of this number, then the
-// sums for our own token of this number are received and added up.
+// token's rows here are summed and sent to every source that has a token of this number, then our
+// own rows and the sums that arrive for our own token of this number are added up.
 #pragma once
 
 #include "cuda/ll_puts.cuh"
@@ -32,8 +32,7 @@ class LlCombine {
   // All threads, if run() is not called: no copy may be on its way when the block ends.
   __device__ void settle() const {
     if (first_item() >= num_items()) return;
-    rows_.wait_for_remote(turn_);
-    rows_.wait_for_own(turn_);
+    rows_.wait(brought_);
   }
 
   // All threads, once the operation has begun: sends all items of the block, then receives them,
@@ -51,13 +50,16 @@ class LlCombine {
       if (sending && is_last(item)) {
         if (!p_.turn.receive) return;
         sending = false;
+        __syncthreads();  // everybody has used the remote rows
+        ++brought_;
+        if (!idle) rows_.bring_own(item_);
         meet_peers(ctx_, p_.waited_ns_before, p_.waited_ns);
         continue;
       }
       item += sending ? step : -step;
       if (idle || item < 0) return;
       __syncthreads();  // everybody has used the last item's rows
-      ++turn_;
+      ++brought_;
       take(item, sending);
       __syncthreads();
     }
@@ -102,7 +104,7 @@ class LlCombine {
   __device__ void take(int item, bool sends) {
     item_ = LlItem::of(p_.plan.grid, item);
     const bool receives = p_.turn.receive && (!sends || is_last(item));
-    rows_.find(item_, {/*remote=*/sends, /*own=*/receives}, turn_);
+    rows_.find(item_, {/*remote=*/sends, /*own=*/receives}, brought_ == 0);
     if (warp_id() == 1) name_ranks();
   }
 
@@ -166,13 +168,13 @@ class LlCombine {
   __device__ void send_columns() const {
     const int64_t slot = slot_offset(ctx_.rank());
     const int num_groups = rows_.num_remote_groups();
-    rows_.wait_for_remote(turn_);
+    rows_.wait(brought_);
     int begin = 0;
 #pragma unroll 1
     for (int g = 0; g < num_groups; ++g) {
       const LlRowGroup group = rows_.group(g);
       Sums sums = {};
-      rows_.add(item_, begin, group.end, &sums);
+      rows_.add(item_, 0, begin, group.end, &sums);
       begin = group.end;
       store_columns(Transport::window(ctx_, group.source, slot), item_,
                     without_sentinel(sums.rounded()));
@@ -204,8 +206,8 @@ class LlCombine {
     // The next sum is looked at before this one is waited for.
     LlColumns<kUnits> next = look(left);
     Sums sums = {};
-    rows_.wait_for_own(turn_);
-    rows_.add(item_, rows_.num_remote(), rows_.num_all(), &sums);
+    rows_.wait(brought_);
+    rows_.add(item_, rows_.num_remote(), rows_.num_remote(), rows_.num_all(), &sums);
 #pragma unroll 1
     while (left != 0) {
       const int peer = __ffsll(static_cast<long long>(left)) - 1;
@@ -274,7 +276,7 @@ class LlCombine {
   LlCombineBlock& block_;
   LlRows rows_;
   LlItem item_;
-  uint32_t turn_ = 0;  // items taken before this one
+  uint32_t brought_ = 0;  // how often rows were brought before those that are used now
 };
 
 // All threads of one block: what the outputs of an aborted operation hold.

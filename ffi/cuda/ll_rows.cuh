@@ -1,8 +1,9 @@
 // The rows of ours that low-latency combine adds up for an item: which they are, and where they can
 // be read. A list of them is made while the operation begins, in which the rows of a source follow
-// each other, and bulk copies bring the list's first rows into shared memory in its order: one
-// instruction a row, and no register. Rows for which there is no room there, and all on devices
-// without bulk copies, are read where they are.
+// each other, and bulk copies bring those of other ranks' tokens into shared memory in its order:
+// one instruction a row, and no register. When these have been sent, our own take their place.
+// Rows for which there is no room there, and all on devices without bulk copies, are read where
+// they are.
 #pragma once
 
 #include "cuda/ll_combine.h"
@@ -50,7 +51,7 @@ class LlRows {
     int num_rows;
     int num_remote_rows;
     int num_remote_groups;
-    alignas(8) uint64_t here[2];  // barriers: remote rows, own rows
+    alignas(8) uint64_t here;  // barrier: the copies are
   };
 
   __device__ LlRows(const LlContext& ctx, const LlCombineParams& p, char* shared, State& state)
@@ -62,19 +63,31 @@ class LlRows {
         groups_(reinterpret_cast<LlRowGroup*>(shared + p.plan.groups_offset)),
         stage_(shared + p.plan.stage_offset) {}
 
-  // All threads, when nobody reads the last item's rows any more. A block barrier must follow.
-  // turn: how many items came before this one. Copies and list are two warps' work, side by side,
-  // where there are two that have nothing else to do: the second warp looks at our own token, the
-  // last one sees to the peers.
-  __device__ void find(const LlItem& item, const LlRowUse& use, uint32_t turn) const {
-    const int lister = blockDim.x < 4 * kWarp ? 0 : 2;
-    if (warp_id() == 0) bring(item, use, turn);
-    if (warp_id() == lister) list(item, use);
+  // All threads, when nobody reads the last item's rows any more: lists those of `use`, and begins
+  // to copy the remote ones, or without these our own. A block barrier must follow. Copies and list
+  // are two warps' work, side by side, where there are two that have nothing else to do: the second
+  // warp looks at our own token, the last one sees to the peers.
+  __device__ void find(const LlItem& item, const LlRowUse& use, bool is_first) const {
+    if (warp_id() == 0) bring(item, use.remote, is_first);
+    if (warp_id() == lister()) list(item, use);
   }
-
-  // All threads that read rows, with find()'s turn.
-  __device__ void wait_for_remote(uint32_t turn) const { wait(0, turn); }
-  __device__ void wait_for_own(uint32_t turn) const { wait(1, turn); }
+  // All threads, when nobody reads the remote rows any more: begins to copy our own.
+  __device__ void bring_own(const LlItem& item) const {
+#if defined(JAX_EP_BULK_COPY)
+    if (warp_id() != lister()) return;
+    const uint32_t bytes = static_cast<uint32_t>(item.size()) * 16;
+    const int rows = min(num_all() - num_remote(), p_.plan.num_staged);
+#pragma unroll 1
+    for (int i = lane_id(); i < rows; i += kWarp) copy(item, rows_[num_remote() + i], i, bytes);
+    if (lane_id() == 0) barrier_expect(&state_.here, rows * bytes);
+#endif
+  }
+  // All threads that read copies. use: how often rows were brought before these.
+  __device__ void wait(uint32_t use) const {
+#if defined(JAX_EP_BULK_COPY)
+    barrier_wait(&state_.here, use & 1);
+#endif
+  }
 
   // By source, beginning with the one after this rank and ending with our own; in the order of k.
   __device__ int num_remote() const { return state_.num_remote_rows; }
@@ -83,19 +96,24 @@ class LlRows {
   __device__ LlRowGroup group(int i) const { return groups_[i]; }
 
   // A thread that has columns: adds those of rows [begin, end) of the list, one after the other, to
-  // the sums. Several are read at a time, without a branch between them.
+  // the sums. Several are read at a time, without a branch between them. first: the row whose copy
+  // lies first.
   template <RowType kType, int kUnits>
-  __device__ void add(const LlItem& item, int begin, int end, LlSums<kType, kUnits>* sums) const {
+  __device__ void add(const LlItem& item, int first, int begin, int end,
+                      LlSums<kType, kUnits>* sums) const {
     constexpr int kMost = 4 / kUnits;  // rows between memory and the sums
-    const int staged = min(end, p_.plan.num_staged);
+    const int staged = min(end, first + p_.plan.num_staged);
     int i = begin;
 #pragma unroll 1
-    for (; i + kMost <= staged; i += kMost) add_staged<kMost>(item, i, sums);
+    for (; i + kMost <= staged; i += kMost) add_staged<kMost>(item, i, i - first, sums);
     if (kMost > 2 && i + 2 <= staged) {
-      add_staged<2>(item, i, sums);
+      add_staged<2>(item, i, i - first, sums);
       i += 2;
     }
-    if (i < staged) add_staged<1>(item, i++, sums);
+    if (i < staged) {
+      add_staged<1>(item, i, i - first, sums);
+      ++i;
+    }
 #pragma unroll 1
     for (; i < end; ++i) {
       const char* row = p_.y + wide_product(rows_[i], p_.plan.row_bytes);
@@ -131,57 +149,59 @@ class LlRows {
 
   __device__ int num_experts_per_tok() const { return p_.op.layout.shape.num_experts_per_tok; }
 
-  // One warp: body(entry), with an entry of each lane, until all are through, our own last. Without
-  // use of remote rows, our own alone.
+  // The warp that lists the rows.
+  __device__ static int lister() { return blockDim.x < 4 * kWarp ? 0 : 2; }
+
+  // One warp: body(entry), with an entry of each lane, until all of `use` are through, our own
+  // last; once if there are none.
   template <class Body>
   __device__ void for_each_entry(const LlItem& item, const LlRowUse& use, Body body) const {
     const int entries = ctx_.num_ranks() * num_experts_per_tok();
     const int remote_entries = entries - num_experts_per_tok();
+    const int end = use.own ? entries : remote_entries;
+    int first = use.remote ? 0 : remote_entries;
 #pragma unroll 1
-    for (int first = use.remote ? 0 : remote_entries; first < entries;
-         first += p_.plan.entries_at_once) {
+    do {
       const int entry = first + lane_id();
       const int distance = p_.plan.by_experts_per_tok.quotient(entry);
       Entry e{entry < remote_entries, ctx_.rank() + 1 + distance,
               entry - distance * num_experts_per_tok(), -1};
       if (e.source >= ctx_.num_ranks()) e.source -= ctx_.num_ranks();
-      const bool is_one = lane_id() < p_.plan.entries_at_once && entry < entries;
+      const bool is_one = lane_id() < p_.plan.entries_at_once && entry < end;
       if (is_one) e.row = row_at(item, e.source, e.k);
       body(e);
-    }
+      first += p_.plan.entries_at_once;
+    } while (first < end);
   }
 
-  // One warp: the list's first rows, where they are used, are on their way.
-  __device__ void bring(const LlItem& item, const LlRowUse& use, uint32_t turn) const {
+  // One warp: the list's first rows of a kind are on their way.
+  __device__ void bring(const LlItem& item, bool remote, bool is_first) const {
 #if defined(JAX_EP_BULK_COPY)
     const uint32_t bytes = static_cast<uint32_t>(item.size()) * 16;
-    bool is_new = turn == 0;
+    bool is_new = is_first;
     int rows = 0;
-    int copies[2] = {};  // remote, own
-    for_each_entry(item, use, [&](const Entry& e) {
-      if (is_new) set_up_barriers();  // while the load is on its way
+    for_each_entry(item, {remote, !remote}, [&](const Entry& e) {
+      if (is_new) set_up_barrier();  // while the load is on its way
       is_new = false;
       const unsigned all = __ballot_sync(kFullWarp, e.row >= 0);
       const int place = rows + __popc(all & lanes_below());
-      const bool copied = e.row >= 0 && (e.remote || use.own) && place < p_.plan.num_staged;
-      if (copied) {
-        const char* from = p_.y + wide_product(e.row, p_.plan.row_bytes) + item.begin() * 16;
-        bulk_load(stage_ + place * p_.plan.stage_bytes, from, bytes,
-                  &state_.here[e.remote ? 0 : 1]);
-      }
+      if (e.row >= 0 && place < p_.plan.num_staged) copy(item, e.row, place, bytes);
       __syncwarp();
       rows += __popc(all);
-      copies[0] += __popc(__ballot_sync(kFullWarp, copied && e.remote));
-      copies[1] += __popc(__ballot_sync(kFullWarp, copied && !e.remote));
     });
-    // Bytes may come before they are expected: this is the barriers' only arrival.
-    if (lane_id() == 0) barrier_expect(&state_.here[0], copies[0] * bytes);
-    if (lane_id() == 1) barrier_expect(&state_.here[1], copies[1] * bytes);
+    // Bytes may come before they are expected: this is the barrier's only arrival.
+    if (lane_id() == 0) barrier_expect(&state_.here, min(rows, p_.plan.num_staged) * bytes);
 #endif
   }
-  __device__ void set_up_barriers() const {
+  __device__ void copy(const LlItem& item, int row, int place, uint32_t bytes) const {
 #if defined(JAX_EP_BULK_COPY)
-    if (lane_id() < 2) barrier_init(&state_.here[lane_id()], 1);
+    const char* from = p_.y + wide_product(row, p_.plan.row_bytes) + item.begin() * 16;
+    bulk_load(stage_ + place * p_.plan.stage_bytes, from, bytes, &state_.here);
+#endif
+  }
+  __device__ void set_up_barrier() const {
+#if defined(JAX_EP_BULK_COPY)
+    if (lane_id() == 0) barrier_init(&state_.here, 1);
     barrier_init_fence();
     __syncwarp();
 #endif
@@ -219,8 +239,9 @@ class LlRows {
   }
 
   template <int kRows, RowType kType, int kUnits>
-  __device__ void add_staged(const LlItem& item, int first, LlSums<kType, kUnits>* sums) const {
-    const auto* at = reinterpret_cast<const uint4*>(stage_ + first * p_.plan.stage_bytes);
+  __device__ void add_staged(const LlItem& item, int first, int place,
+                             LlSums<kType, kUnits>* sums) const {
+    const auto* at = reinterpret_cast<const uint4*>(stage_ + place * p_.plan.stage_bytes);
     LlColumns<kUnits> columns[kRows];
     float weights[kRows];
 #pragma unroll
@@ -235,12 +256,6 @@ class LlRows {
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) sums->add(columns[i], weights[i]);
-  }
-
-  __device__ void wait(int which, uint32_t turn) const {
-#if defined(JAX_EP_BULK_COPY)
-    barrier_wait(&state_.here[which], turn & 1);
-#endif
   }
 
   const LlContext& ctx_;
