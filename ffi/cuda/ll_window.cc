@@ -25,8 +25,9 @@ LlGrid grid_of(int num_tokens, int num_columns, int units, int64_t shared_bytes,
                const DeviceLimits& limits) {
   constexpr int kFewestColumns = 128;  // of a part, when there are parts to choose
   const int most_parts = std::max(1, num_columns / kFewestColumns);
-  const int most_columns = kLlMaxThreads * units;
-  const int fewest_parts = (num_columns + most_columns - 1) / most_columns;
+  // With more columns a thread, blocks are smaller, not parts larger: of two blocks on a
+  // multiprocessor, one sends while the other waits.
+  const int fewest_parts = (num_columns + kLlMaxThreads - 1) / kLlMaxThreads;
   // Two blocks on every multiprocessor, while there are columns to share out.
   const int wanted = kLlBlocksPerSm * num_sms / std::max(1, num_tokens);
   LlGrid grid{};
