@@ -63,7 +63,7 @@ class LlDispatch {
     if (!ready) return;
     if (sends) {
       __syncthreads();
-      router_.prepare();
+      if (!payload_first()) router_.prepare();
       if (warp_id() == 0) resolve_entries();
     }
     value_ = Wire::encode(p_, loaded);
@@ -108,6 +108,12 @@ class LlDispatch {
   // Leaves the last item's column in value_. False when the operation is aborted.
   __device__ bool send() {
     bool ready = routes_in_shared(p_);  // the item is prepared
+    const bool sent = ready && payload_first();
+    if (sent) {
+      send_columns();
+      router_.prepare();
+      __syncthreads();
+    }
     if (ready) {
       router_.template send_counts<Transport>();
     } else if (!route_in_device_memory<Transport>(ctx_, p_)) {
@@ -126,10 +132,16 @@ class LlDispatch {
       }
       ready = false;
       if (warp_id() == 0) send_records();
-      if (!own_rows_first()) send_columns();
+      const bool is_sent = sent && item == first_item();
+      if (!is_sent && !own_rows_first()) send_columns();
       put_item();
     }
     return true;
+  }
+  // A start ends when the links have taken all that it sends, so these begin at once. Nobody need
+  // wait for the counts that queue behind: done comes later.
+  __device__ bool payload_first() const {
+    return !Transport::kPuts && p_.turn.send && !p_.turn.receive;
   }
   // The links are busy with what the other half of the blocks sends; until our turn comes we can
   // write our own rows. (Stores that wait for a link would hold up these, and all loads.)

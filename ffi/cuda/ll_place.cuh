@@ -18,17 +18,28 @@ __device__ inline int clamp_count(const LlContext& ctx, uint32_t count) {
   return static_cast<int>(min(count, static_cast<uint32_t>(ctx.op.num_tokens)));
 }
 
+// Number i of the counts, whether it has come or not.
+__device__ inline uint64_t look_at_count(const LlContext& ctx, const LlDispatchPlan& plan, int i) {
+  if (i >= ctx.op.layout.shape.num_experts) return 0;
+  const int source = plan.by_experts_per_rank.quotient(i);
+  return load_relaxed<kSystemScope>(count_word(ctx, source, i - source * plan.experts_per_rank));
+}
+
 // All threads of the block: what every source sends for every expert, to be read after a barrier.
-// at(source, expert): where.
+// at(source, expert): where. The next count is looked at before this one is waited for.
 template <class At>
 __device__ void gather_counts(const LlContext& ctx, const LlDispatchPlan& plan, At at) {
   const int num_words = ctx.op.layout.shape.num_experts;
+  uint64_t next = look_at_count(ctx, plan, threadIdx.x);
 #pragma unroll 1
   for (int i = threadIdx.x; i < num_words; i += blockDim.x) {
     const int source = plan.by_experts_per_rank.quotient(i);
     const int expert = i - source * plan.experts_per_rank;
-    uint32_t count;
-    if (!wait_for_word(ctx, count_word(ctx, source, expert), ctx.epoch, WaitFor::kCount, source,
+    const uint64_t seen = next;
+    next = look_at_count(ctx, plan, i + static_cast<int>(blockDim.x));
+    uint32_t count = word_value(seen);
+    if (!word_is_of(seen, ctx.epoch) &&
+        !wait_for_word(ctx, count_word(ctx, source, expert), ctx.epoch, WaitFor::kCount, source,
                        &count)) {
       return;
     }

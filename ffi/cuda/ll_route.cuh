@@ -128,7 +128,7 @@ class LlRouter {
   }
 
  private:
-  static constexpr int kAhead = 4;
+  static constexpr int kAhead = 5;
   static constexpr int kWordBits = 32;
 
   __device__ int num_experts() const { return p_.op.layout.shape.num_experts; }
