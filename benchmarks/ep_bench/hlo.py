@@ -18,6 +18,9 @@ _TARGET = re.compile(r'custom_call_target="(jax_ep_\w+)"')
 _COPY = re.compile(r"= \(?\w+\[([\d,]+)\][^=\n]*? copy(?:-start)?\(")
 # A computation that XLA runs as one: the entry, and in it parts that it records as graphs.
 _RUN = re.compile(r"^(?:ENTRY |%?command_buffer).*?^}", re.MULTILINE | re.DOTALL)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?^}", re.MULTILINE | re.DOTALL)
+_LOOP = re.compile(r'body=%?([\w.\-]+)[^\n]*"known_trip_count":\{"n":"(\d+)"\}')
+_REFERENCE = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?)\s([\w\-]+)\(", re.MULTILINE)
 _DIMENSIONS = re.compile(r"\w+\[([\d,]+)\]")
 # They name what is there already; what is started is counted when it is done.
@@ -31,6 +34,30 @@ _MAKES_NOTHING = {
     "parameter",
     "tuple",
 }
+
+
+def write_out_loops(text: str) -> str:
+    """The text with what chains' loops run as often as they run it.
+
+    A chain's loop makes a known number of turns and holds collectives or calls of ours. Its body
+    becomes part of what is run.
+    """
+    found = {match[1]: match[0] for match in _COMPUTATION.finditer(text)}
+    turns = {body: int(count) for body, count in _LOOP.findall(text)}
+
+    def inside(name: str) -> set[str]:
+        below = (inside(other) for other in _REFERENCE.findall(found.get(name, "")))
+        return {name}.union(*below)
+
+    for body, count in turns.items():
+        names = inside(body)
+        once = "\n".join(found[name] for name in names if name in found)
+        if not count_calls(once):
+            continue
+        for name in names & found.keys():
+            run = found[name] if name.startswith("command_buffer") else f"ENTRY {found[name]}"
+            text = text.replace(found[name], "\n".join([run] * count))
+    return text
 
 
 def count_calls(text: str) -> collections.Counter:

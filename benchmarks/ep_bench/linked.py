@@ -13,15 +13,42 @@ Systems that XLA can look into are also cut by ``optimization_barrier``, which X
 it has fused what it will: what is before one must exist in memory, and what is behind is not the
 same as earlier. (Of a barrier's arrays it drops those that nobody uses; a touch uses them.) XLA:CPU
 removes barriers early, so there these chains are good for tests, not for times.
+
+Chains of many operations repeat one graph. In a program of N operations in a row, N also decides
+how long the host takes to launch its graph, while the devices wait.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .systems import Operations, System
+
+GRAPH = 100  # operations
+
+
+def _repeat(step: Callable, inputs, length: int):
+    """``step(inputs) -> (inputs, results)`` so often; returns the last results.
+
+    Where that is two graphs or more, these are a loop's turns: XLA records the body once, and the
+    host, which knows how many turns there are, launches the next one during the last. The rest, one
+    operation at least, comes behind the loop.
+    """
+    turns = (length - 1) // GRAPH
+    if turns >= 2:
+        inputs = lax.fori_loop(0, turns, lambda _, carry: _steps(step, carry, GRAPH)[0], inputs)
+        length -= turns * GRAPH
+    return _steps(step, inputs, length)[1]
+
+
+def _steps(step: Callable, inputs, length: int):
+    results = None
+    for _ in range(length):
+        inputs, results = step(inputs)
+    return inputs, results
 
 
 def touch(array: jax.Array, mark: jax.Array) -> jax.Array:
@@ -73,74 +100,89 @@ def _next_inputs(ops: Operations, x, topk_idx, topk_weights, results, never):
 
 def dispatch(ops: Operations, inputs, never, length):
     """Dispatches; returns the last one's rows and group sizes."""
-    x, topk_idx, topk_weights = inputs
-    for _ in range(length):
+
+    def step(inputs):
+        x, topk_idx, topk_weights = inputs
         sent = _cut(ops, ops.dispatch(x, topk_idx, topk_weights))
         if ops.opaque:
             topk_idx = ops.topk_idx(sent)
-        x, topk_idx, topk_weights = _next_inputs(ops, x, topk_idx, topk_weights, sent, never)
+        return _next_inputs(ops, x, topk_idx, topk_weights, sent, never), sent
+
+    sent = _repeat(step, inputs, length)
     return ops.rows(sent), sent.group_sizes
 
 
 def combine(ops: Operations, inputs, never, length):
     """One dispatch, and combines of its rows; returns the last one's sums."""
-    sent = _cut(ops, ops.dispatch(*inputs))
-    y = sent.tokens
-    for _ in range(length):
+
+    def step(carry):
+        y, sent = carry
         if ops.combine_in_turn is not None:
             out, sent = ops.combine_in_turn(y, sent)
-            continue
+            return (y, sent), out
         out = _cut(ops, ops.combine(y, sent))
         mark = mark_of(out, never)
         if dataclasses.is_dataclass(sent) and hasattr(sent, "weights"):
             sent = dataclasses.replace(sent, weights=touch(sent.weights, mark))
         else:
             y = touch_first(y, mark)
-        y, sent = _cut(ops, (y, sent))
-    return out
+        return _cut(ops, (y, sent)), out
+
+    sent = _cut(ops, ops.dispatch(*inputs))
+    return _repeat(step, (sent.tokens, sent), length)
 
 
 def roundtrip(ops: Operations, inputs, never, length):
     """Dispatches and combines in turn; experts change nothing."""
-    x, topk_idx, topk_weights = inputs
-    for _ in range(length):
+
+    def step(inputs):
+        x, topk_idx, topk_weights = inputs
         sent = ops.dispatch(x, topk_idx, topk_weights)
         x = _cut(ops, ops.combine(_cut(ops, sent.tokens), sent))
         results = (x, sent.group_sizes)
-        x, topk_idx, topk_weights = _next_inputs(ops, x, topk_idx, topk_weights, results, never)
-    return x
+        return _next_inputs(ops, x, topk_idx, topk_weights, results, never), x
+
+    return _repeat(step, inputs, length)
 
 
 def fwd_bwd(ops: Operations, inputs, never, length):
     """Gradients of half the outputs' sum of squares, whose cotangents are the outputs."""
-    x, topk_idx, topk_weights = inputs
-    for _ in range(length):
 
-        def layer(x, topk_weights, topk_idx=topk_idx):
+    def step(inputs):
+        x, topk_idx, topk_weights = inputs
+
+        def layer(x, topk_weights):
             sent = ops.dispatch(x, topk_idx, topk_weights)
             return ops.combine(_cut(ops, sent.tokens), sent)
 
         out, pull_back = jax.vjp(layer, x, topk_weights)
         x, d_weights = _cut(ops, pull_back(_cut(ops, out)))
         results = (x, d_weights)
-        x, topk_idx, topk_weights = _next_inputs(ops, x, topk_idx, topk_weights, results, never)
-    return x
+        return _next_inputs(ops, x, topk_idx, topk_weights, results, never), x
+
+    return _repeat(step, inputs, length)
 
 
 def notify(ops: Operations, inputs, never, length):
     """Exchanges of counts; returns x."""
-    x, topk_idx, _ = inputs
-    for _ in range(length):
+
+    def step(topk_idx):
         topk_idx = ops.notify(topk_idx)
-    return touch_first(x, mark_of(topk_idx, never))
+        return topk_idx, topk_idx
+
+    x, topk_idx, _ = inputs
+    return touch_first(x, mark_of(_repeat(step, topk_idx, length), never))
 
 
 def glue(ops: Operations, inputs, never, length):
     """Touches alone, one behind the other."""
-    x, _, topk_weights = inputs
-    for _ in range(length):
+
+    def step(topk_weights):
         topk_weights = _barrier(touch(topk_weights, mark_of(topk_weights, never)))
-    return touch_first(x, mark_of(topk_weights, never))
+        return topk_weights, topk_weights
+
+    x, _, topk_weights = inputs
+    return touch_first(x, mark_of(_repeat(step, topk_weights, length), never))
 
 
 def has_glue(op: str, system: System) -> bool:

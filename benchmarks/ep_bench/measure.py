@@ -217,7 +217,7 @@ def check_hlo(
     if system.calls is None:
         return
     name = f"{system.name} {op}"
-    texts = {length: program.as_text() for length, program in compiled.items()}
+    texts = _texts(compiled)
     parts, sizes = chains.PARTS[op], truth.load.sizes
     if system.opaque or style == "loop":
         hlo.check_calls(name, texts, system.calls_of(parts))
@@ -266,8 +266,12 @@ def _noting(failures: list[str], name: str) -> Iterator[None]:
         failures.append(f"{name}: {type(error).__name__}: {error}")
 
 
+def _texts(compiled: Mapping[int, jax.stages.Compiled]) -> dict[int, str]:
+    return {length: hlo.write_out_loops(program.as_text()) for length, program in compiled.items()}
+
+
 def _copies(compiled: Mapping[int, jax.stages.Compiled], load: workload.Workload) -> float:
-    texts = {length: program.as_text() for length, program in compiled.items()}
+    texts = _texts(compiled)
     return hlo.added_copies(texts, load.sizes.T * load.sizes.H)
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from . import floor, measure, peer, points, timing, workload
+from . import floor, linked, measure, peer, points, timing, workload
 from .systems import GPU_ONLY, OPS, SYSTEMS, System, default_systems
 
 QUICK_LENGTHS = (1, 2)
@@ -44,10 +44,12 @@ def make_mesh(num_ranks: int) -> Mesh:
 def gpu_lengths(system: System, T: int) -> tuple[int, int]:
     """Chains whose difference is many times the jitter of a call, and no longer than that.
 
-    XLA records graphs of five calls or more, so the short chain must have more too.
+    XLA records graphs of five calls or more, so the short chain must have more too. Small
+    operations are timed in loops of one graph, ten turns more or less.
     """
     if system.opaque:
-        return (8, 208) if T <= 512 else (8, 128) if T <= 1024 else (8, 68)
+        looped = (2 * linked.GRAPH + 8, 12 * linked.GRAPH + 8)
+        return looped if T <= 512 else (8, 128) if T <= 1024 else (8, 68)
     return (1, 5) if T <= 1024 else (1, 3)
 
 

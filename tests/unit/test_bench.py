@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from ep_bench import chains, hlo, measure, timing, workload  # noqa: E402
+from ep_bench import chains, hlo, linked, measure, timing, workload  # noqa: E402
 from ep_bench.checks import Truth  # noqa: E402
 from ep_bench.systems import GPU_ONLY, OPS, SYSTEMS  # noqa: E402
 
@@ -144,6 +144,31 @@ def check_chains(name: str, op: str, style: str, shape: str, rng):
         programs = measure.compile_all(todo, truth, settings_of(style), failures)
     assert not failures
     return truth.load.sizes, programs[op][name]
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("native", "roundtrip"),
+        ("native", "fwd_bwd"),
+        ("native", "combine"),
+        ("low_latency_compact", "dispatch"),
+        ("low_latency_compact", "combine"),
+    ],
+)
+def test_long_chains_are_loops_of_a_graph(name, op, monkeypatch, rng):
+    """compile_all() checks results, and that 12 operations more make 12 calls more."""
+    monkeypatch.setattr(linked, "GRAPH", 3)
+    truth, failures = make("few_experts", rng), []
+    settings = settings_of("data", lengths=(7, 19))
+    with SYSTEMS[name].open(truth.load, truth.mesh, None) as ops:
+        programs = measure.compile_all({op: {name: ops}}, truth, settings, failures)
+    assert not failures
+    counts = {
+        length: sum(hlo.count_calls(program.as_text()).values())
+        for length, program in programs[op][name].items()
+    }
+    assert counts[7] == counts[19], "the loops' bodies are there once"
 
 
 @pytest.mark.parametrize("name", ["native", "padded_all_to_all"])
