@@ -10,7 +10,8 @@
 
 All systems dispatch to identical expert-major rows and combine to the same sums, which every run
 checks, and their inputs and capacity are the same. Times are slopes between a short and a long
-chain of operations inside one jitted program; the number of calls in the compiled HLO is checked.
+chain of operations inside one jitted program, on GPUs for small T between a short and a long loop
+of one recorded graph; the number of calls in the compiled HLO is checked.
 Each number of ranks runs in a process of its own, with as many devices, or with --processes in
 several that share them out; those repeat each point as often as each other, and have no budget.
 
