@@ -1,7 +1,7 @@
 // The two halves of low-latency dispatch. A block takes items of (token, part of its columns): it
 // sends its own and receives the same token from every source. Counts and records go before any
-// wait; where the links are the bottleneck, half the blocks send their payload after a wait for
-// counts, which depend on no payload.
+// wait, but a start's first payload goes before them; where the links are the bottleneck, half the
+// blocks send their payload after a wait for counts, which depend on no payload.
 #pragma once
 
 #include "cuda/ll_place.cuh"

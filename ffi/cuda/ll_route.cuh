@@ -111,7 +111,7 @@ class LlRouter {
     for (int i = index_of(kAhead); i < num_entries(); i += blockDim.x) mark(i, expert_at(i));
   }
 
-  // All threads, before any payload is sent, behind which the counts would queue.
+  // All threads. Counts queue behind payload that was sent before them.
   template <class Transport>
   __device__ void send_counts() const {
 #pragma unroll 1
@@ -128,7 +128,7 @@ class LlRouter {
   }
 
  private:
-  static constexpr int kAhead = 5;
+  static constexpr int kAhead = 5;  // 224 threads: the choices of 128 tokens, 8 experts each
   static constexpr int kWordBits = 32;
 
   __device__ int num_experts() const { return p_.op.layout.shape.num_experts; }
