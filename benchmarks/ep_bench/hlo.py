@@ -55,7 +55,7 @@ def write_out_loops(text: str) -> str:
         if not count_calls(once):
             continue
         for name in names & found.keys():
-            run = found[name] if name.startswith("command_buffer") else f"ENTRY {found[name]}"
+            run = f"ENTRY {found[name]}" if name == body else found[name]
             text = text.replace(found[name], "\n".join([run] * count))
     return text
 

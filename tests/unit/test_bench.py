@@ -171,6 +171,40 @@ def test_long_chains_are_loops_of_a_graph(name, op, monkeypatch, rng):
     assert counts[7] == counts[19], "the loops' bodies are there once"
 
 
+LOOP = """HloModule jit_program, is_scheduled=true
+
+%fused (p: f32[8,64]) -> f32[8,64] {
+  %p = f32[8,64]{1,0} parameter(0)
+  ROOT %copy.1 = f32[8,64]{1,0} copy(%p)
+}
+
+%command_buffer (q: f32[8,64]) -> f32[8,64] {
+  %q = f32[8,64]{1,0} parameter(0)
+  ROOT %call.1 = f32[8,64]{1,0} custom-call(%q), custom_call_target="jax_ep_combine"
+}
+
+%region_0 (r: (s32[], f32[8,64])) -> (s32[], f32[8,64]) {
+  %copy.2 = f32[8,64]{1,0} copy(%element)
+  %fusion = f32[8,64]{1,0} fusion(%copy.2), kind=kLoop, calls=%fused
+  %call.2 = f32[8,64]{1,0} call(%fusion), to_apply=%command_buffer
+}
+
+ENTRY %main (s: f32[8,64]) -> f32[8,64] {
+  %while = (s32[], f32[8,64]{1,0}) while(%t), body=%region_0, backend_config={TURNS}
+  ROOT %copy.3 = f32[8,64]{1,0} copy(%u)
+}
+"""
+
+
+def test_what_loops_run_is_counted_as_often():
+    """A copy in a loop's body and one behind it; the fusion's is no copy of its own."""
+    text = hlo.write_out_loops(LOOP.replace("TURNS", '"known_trip_count":{"n":"4"}'))
+    assert hlo.count_calls(text) == {"jax_ep_combine": 4}
+    assert hlo.count_copies(text, 8 * 64) == 4 + 1
+    unknown = LOOP.replace("TURNS", "")
+    assert hlo.write_out_loops(unknown) == unknown
+
+
 @pytest.mark.parametrize("name", ["native", "padded_all_to_all"])
 def test_operations_that_xla_merges_are_noticed(name, rng):
     """Without the chain's loops, equal dispatches become one."""
