@@ -94,3 +94,32 @@ def test_chunks_do_not_matter(rng, name):
             tree = run(inputs.x, inputs.topk_idx, inputs.topk_weights)
             results.append(bits(tree))
     assert all(result == results[0] for result in results)
+
+
+# Weights of rows of ones, of the token's own rank and of the others, ascending; and their sum in
+# the promised order, in which 2^24 + 1 is 2^24. Own rows in rank order or last would make another
+# sum of the first on the last rank, others descending of the second.
+BIG = 2.0**24
+SUMS = [((-BIG, BIG, 1, 0), 1), ((0, BIG, 1, -BIG), 0)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "native", "window"])
+@pytest.mark.parametrize(("weights", "total"), SUMS)
+def test_own_rows_are_added_first_and_the_others_in_rank_order(backend, weights, total):
+    case = cases.Case(name="order", T=3, H=16, K=4, E=4, R=4)
+    owners = [[rank, *(other for other in range(4) if other != rank)] for rank in range(4)]
+    topk_idx = np.repeat(np.asarray(owners, np.int32), case.T, axis=0)
+    shape = (case.R * case.T, case.H)
+    arguments = (
+        np.ones(shape, np.float32),
+        topk_idx,
+        np.tile(np.asarray(weights, np.float32), (len(topk_idx), 1)),
+    )
+    with programs.make_buffer(case, backend) as buffer:
+
+        def program(x, topk_idx, topk_weights):
+            routed = programs.dispatch(buffer, case, x, topk_idx, topk_weights)
+            return jax_ep.combine(buffer, routed.tokens, routed)
+
+        out = jax.jit(programs.sharded(buffer, program))(*arguments)
+    np.testing.assert_array_equal(np.asarray(out), np.full(shape, total, np.float32))
