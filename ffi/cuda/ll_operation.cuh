@@ -163,9 +163,9 @@ __device__ inline void add_share(const Operation& op, const LlTurn& turn) {
 __device__ inline bool in_turn(const LlContext& ctx, const LlTurn& turn, const LlCounters& counters,
                                const StartTicket& pending, uint32_t generation) {
   const uint64_t in_flight = counters.started - counters.done;
-  if (turn.send && turn.receive) return in_flight == 0;
-  if (turn.send) return in_flight < kNumBuffers;
-  return in_flight > 0 && same_ticket(pending, start_ticket(ctx.epoch, ctx.op.tag, generation));
+  if (turn.send) return in_flight < (turn.receive ? 1 : kNumBuffers);
+  const StartTicket ours = start_ticket(ctx.epoch, ctx.op.tag, generation);
+  return (in_flight != 0) & same_ticket(pending, ours);
 }
 
 // Of a done the record expects the epoch itself, of all others an earlier one: the texts of
@@ -187,6 +187,11 @@ __device__ inline int64_t ll_tag_offset(const OpContext& ctx) {
 // to do while they wait for memory. Not below the number of ranks: none.
 __device__ inline int peer_of_thread() {
   return static_cast<int>(blockDim.x) - 1 - static_cast<int>(threadIdx.x);
+}
+
+// Threads at a block's end whose warps see to the peers.
+__device__ inline int peer_threads(int num_ranks) {
+  return min((num_ranks + kWarp - 1) / kWarp * kWarp, static_cast<int>(blockDim.x));
 }
 
 // What the beginning of an operation depends on. All of it is asked for before any of it is used:
@@ -264,8 +269,12 @@ __device__ inline bool greet_peers(const LlContext& ctx, const LlTurn& turn,
   if (peer >= op.num_ranks()) return true;
   if (peer == 0) ctx.clear(counters.started, counters.done);
   wait_for_copies();  // of addresses
-  bool ready = opening.open != 0 && opening.poison == 0;
-  if (ready && !in_turn(ctx, turn, counters, opening.pending, opening.generation)) {
+  const bool our_turn = in_turn(ctx, turn, counters, opening.pending, opening.generation);
+  const bool may_send = !turn.send | (peer == ctx.rank()) | may_write(ctx.epoch, opening.credit);
+  bool ready = (opening.open != 0) & (opening.poison == 0);
+  // Of most blocks that is all: without a branch, it is one piece of code to fetch.
+  if (ready & our_turn & may_send & !speaks_for_rank()) return true;
+  if (ready && !our_turn) {
     ready = false;
     if (speaks_for_rank() && peer == 0) {
       give_up_out_of_turn(ctx, turn, counters, opening.pending.epoch);
@@ -299,7 +308,7 @@ __device__ inline void meet_peers(const LlContext& ctx, const uint32_t* waited_b
 // One block of those that gave up overwrites the outputs, once all others have added their share.
 // They all do: each of their waits has a deadline.
 template <class Spoil>
-__device__ __noinline__ void spoil_once(const LlContext ctx, const LlTurn& turn, Spoil spoil) {
+__device__ __noinline__ void spoil_once(const LlContext ctx, const LlTurn turn, Spoil spoil) {
   // A share says that the block has issued its last store, not that the store is done: a fence
   // there would cost every operation a microsecond for the sake of one that fails.
   constexpr uint64_t kStoresTakeNs = 50'000;
