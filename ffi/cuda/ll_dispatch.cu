@@ -64,8 +64,8 @@ using Kernel = void (*)(LlDispatchParams);
 
 template <class Wire>
 Kernel kernel_of(bool padded) {
-  if (padded) return ll_dispatch_kernel<GroupTransport, Wire, PaddedPlaces>;
-  return ll_dispatch_kernel<GroupTransport, Wire, CompactPlaces>;
+  if (padded) return ll_dispatch_kernel<GroupTransport, Wire, PaddedPlaces<false>>;
+  return ll_dispatch_kernel<GroupTransport, Wire, CompactPlaces<false>>;
 }
 
 template <bool kDequantizes>
@@ -118,7 +118,7 @@ LlDispatchPlan plan_ll_dispatch(const WindowShape& shape, int num_tokens, LlOutp
   plan.rows_offset = layout.take(int64_t{4} * shape.num_ranks * plan.list_entries);
   plan.masks_offset = layout.take_if_room(int64_t{4} * shape.num_experts * plan.mask_words);
   plan.bases_offset =
-      layout.take_if_room(4 * Placement::words(shape.num_experts, shape.experts_per_rank()));
+      layout.take_if_room(4 * words_of_places(shape.num_experts, shape.experts_per_rank()));
   plan.shared_bytes = layout.used();
   const int columns = (output == LlOutput::kRows ? plan.row.bytes : plan.row.scales_offset) / 16;
   const int most_units = output == LlOutput::kRows ? kLlMaxUnits : 1;

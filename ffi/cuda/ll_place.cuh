@@ -8,43 +8,60 @@
 
 namespace jax_ep::gpu {
 
-__device__ inline const uint64_t* count_word(const LlContext& ctx, int source, int expert) {
-  const int64_t offset = ctx.op.layout.dispatch_count(parity_of(ctx.epoch), source, expert);
-  return reinterpret_cast<const uint64_t*>(ctx.own_window(offset));
+// Words of shared memory that PaddedPlaces and CompactPlaces take at most.
+JAX_EP_HD constexpr int64_t words_of_places(int num_experts, int num_local) {
+  return int64_t{num_experts} + 2 * num_local + (num_local + kWarp - 1) / kWarp;
 }
 
-// Rows that a source sends for an expert; whatever arrived, no more than a source has tokens.
-__device__ inline int clamp_count(const LlContext& ctx, uint32_t count) {
-  return static_cast<int>(min(count, static_cast<uint32_t>(ctx.op.num_tokens)));
+// The counts in one buffer of our window, [R, E_l].
+__device__ inline const uint64_t* counts_in(const char* buffer, const LlContext& ctx) {
+  return reinterpret_cast<const uint64_t*>(buffer + ctx.op.layout.offset[kDispatchCounts]);
+}
+__device__ inline const uint64_t* own_counts(const LlContext& ctx) {
+  return counts_in(ctx.own_window(ctx.op.layout.buffer(parity_of(ctx.epoch))), ctx);
 }
 
-// Number i of the counts, whether it has come or not.
-__device__ inline uint64_t look_at_count(const LlContext& ctx, const LlDispatchPlan& plan, int i) {
-  if (i >= ctx.op.layout.shape.num_experts) return 0;
-  const int source = plan.by_experts_per_rank.quotient(i);
-  return load_relaxed<kSystemScope>(count_word(ctx, source, i - source * plan.experts_per_rank));
+// One thread: count number i, which may have come already.
+__device__ inline bool wait_for_count(const LlContext& ctx, const LlDispatchPlan& plan,
+                                      const uint64_t* words, int i, uint64_t* seen) {
+  uint32_t count = word_value(*seen);
+  if (word_is_of(*seen, ctx.epoch)) return true;
+  const bool come = wait_for_word(ctx, words + i, ctx.epoch, WaitFor::kCount,
+                                  plan.by_experts_per_rank.quotient(i), &count);
+  *seen = epoch_word(ctx.epoch, count);
+  return come;
 }
 
-// All threads of the block: what every source sends for every expert, to be read after a barrier.
-// at(source, expert): where. The next count is looked at before this one is waited for.
-template <class At>
-__device__ void gather_counts(const LlContext& ctx, const LlDispatchPlan& plan, At at) {
+// Whatever arrived, no source has more rows for an expert than it has tokens.
+__device__ inline int count_in(const LlContext& ctx, uint64_t word) {
+  return static_cast<int>(min(word_value(word), static_cast<uint32_t>(ctx.op.num_tokens)));
+}
+
+// Threads of a block, from `first` on `step` apart: the counts of all sources, [R, E_l] in
+// `counts`, which lie as they do in the window. Without a wait: true when all have come. Two are
+// on their way at a time.
+template <bool kWaits>
+__device__ bool gather_counts(const LlContext& ctx, const LlDispatchPlan& plan,
+                              const uint64_t* words, int first, int step, int32_t* counts) {
   const int num_words = ctx.op.layout.shape.num_experts;
-  uint64_t next = look_at_count(ctx, plan, threadIdx.x);
+  const auto epoch = static_cast<uint32_t>(ctx.epoch);
+  bool here = true;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < num_words; i += blockDim.x) {
-    const int source = plan.by_experts_per_rank.quotient(i);
-    const int expert = i - source * plan.experts_per_rank;
-    const uint64_t seen = next;
-    next = look_at_count(ctx, plan, i + static_cast<int>(blockDim.x));
-    uint32_t count = word_value(seen);
-    if (!word_is_of(seen, ctx.epoch) &&
-        !wait_for_word(ctx, count_word(ctx, source, expert), ctx.epoch, WaitFor::kCount, source,
-                       &count)) {
-      return;
+  for (int i = first; i < num_words; i += 2 * step) {
+    const int j = i + step;
+    const bool two = j < num_words;
+    uint64_t seen[2] = {load_relaxed<kSystemScope>(words + i), epoch_word(epoch, 0)};
+    if (two) seen[1] = load_relaxed<kSystemScope>(words + j);
+    const bool both = word_is_of(seen[0], epoch) & word_is_of(seen[1], epoch);
+    here &= both;
+    if (kWaits && !both) {
+      if (!wait_for_count(ctx, plan, words, i, &seen[0])) return false;
+      if (two && !wait_for_count(ctx, plan, words, j, &seen[1])) return false;
     }
-    *at(source, expert) = clamp_count(ctx, count);
+    counts[i] = count_in(ctx, seen[0]);
+    if (two) counts[j] = count_in(ctx, seen[1]);
   }
+  return here;
 }
 
 // Adds an expert's rows to the statistics, in arithmetic that may wrap.
@@ -56,42 +73,50 @@ __device__ inline void count_rows(const LlDispatchParams& p, int expert, int row
 
 // Each expert has a place of R * T rows. The counts come before the records do, so that a block
 // that has gathered them knows a row as soon as it has the record. Where shared memory has no room,
-// all blocks gather the same counts in the same device memory.
+// all blocks gather the same counts in the same device memory. kInShared: there is room.
+template <bool kInShared>
 class PaddedPlaces {
  public:
   __device__ PaddedPlaces(const LlContext& ctx, const LlDispatchParams& p, char* shared)
       : ctx_(ctx),
         p_(p),
-        counts_(p.plan.bases_offset >= 0 ? reinterpret_cast<int32_t*>(shared + p.plan.bases_offset)
-                                         : p.op.scratch.row_bases) {}
+        num_local_(p.plan.experts_per_rank),
+        counts_(kInShared || p.plan.bases_offset >= 0
+                    ? reinterpret_cast<int32_t*>(shared + p.plan.bases_offset)
+                    : p.op.scratch.row_bases) {}
 
   __device__ static constexpr bool in_block() { return true; }
 
-  // All threads. False when the operation is aborted.
+  // Threads of the block, as in gather_counts(): true where all counts have come.
+  __device__ bool look(const char* buffer, int first, int step) const {
+    return gather_counts<false>(ctx_, p_.plan, counts_in(buffer, ctx_), first, step, counts_);
+  }
+  // All threads, when all counts had come, after a block barrier. Rows can be asked for then.
+  __device__ void place() const {}
+  // All threads: waits for the counts. False when the operation is aborted.
   __device__ bool prepare() const {
-    gather_counts(ctx_, p_.plan, [&](int source, int expert) { return count_of(source, expert); });
+    gather_counts<true>(ctx_, p_.plan, own_counts(ctx_), threadIdx.x, blockDim.x, counts_);
     return !__syncthreads_or(ctx_.aborted());
   }
 
   __device__ int row_of(uint32_t route, int source) const {
     const int expert = route_expert(route);
-    if (expert >= p_.plan.experts_per_rank) return -1;
+    if (expert >= num_local_) return -1;
     int row = route_index(route);
 #pragma unroll 1
-    for (int s = 0; s < source; ++s) row += *count_of(s, expert);
+    for (int i = expert; i < source * num_local_; i += num_local_) row += counts_[i];
     return row < rows_of_expert() ? expert * rows_of_expert() + row : -1;
   }
 
   // Warps of all blocks take an expert each: its size, and zero weights behind its rows.
   __device__ void finish() const {
     const int num_warps = static_cast<int>(blockDim.x) / kWarp;
-    const int num_local = p_.plan.experts_per_rank;
 #pragma unroll 1
-    for (int e = static_cast<int>(blockIdx.x) * num_warps + warp_id(); e < num_local;
+    for (int e = static_cast<int>(blockIdx.x) * num_warps + warp_id(); e < num_local_;
          e += static_cast<int>(gridDim.x) * num_warps) {
       int rows = 0;
 #pragma unroll 1
-      for (int s = lane_id(); s < ctx_.num_ranks(); s += kWarp) rows += *count_of(s, e);
+      for (int s = lane_id(); s < ctx_.num_ranks(); s += kWarp) rows += counts_[s * num_local_ + e];
       rows = __reduce_add_sync(kFullWarp, rows);
       if (lane_id() == 0) {
         p_.group_sizes[e] = rows;
@@ -107,14 +132,12 @@ class PaddedPlaces {
   }
 
  private:
-  __device__ int32_t* count_of(int source, int expert) const {
-    return counts_ + expert * ctx_.num_ranks() + source;
-  }
   __device__ int rows_of_expert() const { return ctx_.num_ranks() * p_.op.num_tokens; }
 
   const LlContext& ctx_;
   const LlDispatchParams& p_;
-  int32_t* const counts_;  // [E_l, R]
+  const int num_local_;
+  int32_t* const counts_;  // [R, E_l]
 };
 
 // A call: inlined, it would take registers from the common path.
@@ -139,50 +162,67 @@ __device__ __noinline__ inline void zero_words(char* to, int64_t begin, int64_t 
   }
 }
 
-// The experts follow each other. Each block sums up the counts for itself, or block 0 for all in
-// device memory.
+// The experts follow each other. Each block sums up the counts for itself: a warp, where its 32
+// experts begin behind the first of them, and whoever needs a row, the warps before. Without room
+// in shared memory block 0 does it for all in device memory. kInShared: there is room.
+template <bool kInShared>
 class CompactPlaces {
  public:
   __device__ CompactPlaces(const LlContext& ctx, const LlDispatchParams& p, char* shared)
-      : ctx_(ctx), p_(p), num_local_(p.plan.experts_per_rank), place_(place(p, shared)) {}
+      : ctx_(ctx),
+        p_(p),
+        num_local_(p.plan.experts_per_rank),
+        shared_(kInShared || p.plan.bases_offset >= 0),
+        counts_(shared_ ? reinterpret_cast<int32_t*>(shared + p.plan.bases_offset)
+                        : p.op.scratch.row_bases),
+        rows_(counts_ + p.op.layout.shape.num_experts),
+        begins_(rows_ + num_local_),
+        sums_(begins_ + num_local_) {}
 
   // False: the rows are placed in a call, over which nothing should be kept in registers.
-  __device__ bool in_block() const { return place_.shared; }
+  __device__ bool in_block() const { return shared_; }
 
+  // As of PaddedPlaces; in shared memory.
+  __device__ bool look(const char* buffer, int first, int step) const {
+    return gather_counts<false>(ctx_, p_.plan, counts_in(buffer, ctx_), first, step, counts_);
+  }
+  __device__ void place() const {
+    sum_up();
+    __syncthreads();
+  }
   // All threads. False when the operation is aborted.
-  __device__ bool prepare() {
-    const PlacementArgs args{1, p_.capacity, p_.group_sizes, p_.valid_sizes, p_.num_dropped};
+  __device__ bool prepare() const {
     // The routes are those of another launch, or this block has waited for them already.
-    if (!place_.shared) return place_in_device_memory(ctx_, args, place_);
-    gather_counts(ctx_, p_.plan, [&](int source, int expert) {
-      return place_.bases + expert * ctx_.num_ranks() + source;
-    });
+    if (!shared_) return place_in_device_memory(ctx_, placement_args(), placement());
+    gather_counts<true>(ctx_, p_.plan, own_counts(ctx_), threadIdx.x, blockDim.x, counts_);
     if (__syncthreads_or(ctx_.aborted())) return false;
-    place_in_block();
-    if (blockIdx.x == 0 && warp_id() == 0) write_sizes(ctx_, args, place_);
+    place();
     return true;
   }
 
   __device__ int row_of(uint32_t route, int source) const {
     const int expert = route_expert(route);
     if (expert >= num_local_) return -1;
-    const int64_t row =
-        int64_t{place_.bases[expert * ctx_.num_ranks() + source]} + route_index(route);
+    int64_t row = route_index(route);
+    if (shared_) {
+      row += begin_of(expert);
+#pragma unroll 1
+      for (int i = expert; i < source * num_local_; i += num_local_) row += counts_[i];
+    } else {
+      row += placement().bases[expert * ctx_.num_ranks() + source];
+    }
     return row < p_.capacity ? static_cast<int>(row) : -1;
   }
 
-  // All threads of all blocks: zeros behind the last row, and statistics.
+  // All threads of all blocks: sizes, statistics, and zeros behind the last row.
   __device__ void finish() const {
-    const int64_t total = min(int64_t{place_.bases[num_local_ * ctx_.num_ranks()]}, p_.capacity);
+    if (blockIdx.x == 0 && warp_id() == 0) write_sizes_here();
+    const ExpertSegment last = segment(num_local_ - 1);
+    const int64_t total = min(last.begin + last.true_rows, p_.capacity);
     const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
     const int64_t threads = int64_t{gridDim.x} * blockDim.x;
 #pragma unroll 1
     for (int64_t r = total + thread; r < p_.capacity; r += threads) p_.weights[r] = 0.0f;
-    if (p_.expert_tokens != nullptr && blockIdx.x == 0) {
-      for (int e = threadIdx.x; e < num_local_; e += blockDim.x) {
-        count_rows(p_, e, segment_of(place_, ctx_.num_ranks(), e).group_size(p_.capacity));
-      }
-    }
     if (!p_.zero_tail) return;
     const int64_t row_bytes = p_.plan.row.output_bytes;
     zero_words(p_.tokens, total * row_bytes, p_.capacity * row_bytes);
@@ -192,57 +232,71 @@ class CompactPlaces {
   }
 
  private:
-  __device__ static Placement place(const LlDispatchParams& p, char* shared) {
-    const bool fits = p.plan.bases_offset >= 0;
-    auto* bases =
-        fits ? reinterpret_cast<int32_t*>(shared + p.plan.bases_offset) : p.op.scratch.row_bases;
-    return {bases, bases + p.op.layout.shape.num_experts + 1, fits};
+  // All threads, an expert each. Whole warps: they meet inside.
+  __device__ void sum_up() const {
+#pragma unroll 1
+    for (int e = threadIdx.x; e - lane_id() < num_local_; e += blockDim.x) {
+      int rows = 0;
+      if (e < num_local_) {
+#pragma unroll 1
+        for (int i = e; i < ctx_.op.layout.shape.num_experts; i += num_local_) rows += counts_[i];
+      }
+      __syncwarp();
+      int end = rows;
+#pragma unroll
+      for (int distance = 1; distance < kWarp; distance *= 2) {
+        const int other = __shfl_up_sync(kFullWarp, end, distance);
+        if (lane_id() >= distance) end += other;
+      }
+      if (e < num_local_) {
+        rows_[e] = rows;
+        begins_[e] = end - rows;
+      }
+      if (lane_id() == kWarp - 1) sums_[e / kWarp] = end;
+    }
+  }
+  __device__ int begin_of(int expert) const {
+    int begin = begins_[expert];
+#pragma unroll 1
+    for (int warp = 0; warp < expert / kWarp; ++warp) begin += sums_[warp];
+    return begin;
+  }
+  __device__ ExpertSegment segment(int expert) const {
+    if (!shared_) return segment_of(placement(), ctx_.num_ranks(), expert);
+    return {begin_of(expert), rows_[expert], rows_[expert]};
+  }
+  // One warp of block 0.
+  __device__ void write_sizes_here() const {
+    int dropped = 0;
+#pragma unroll 1
+    for (int e = lane_id(); e < num_local_; e += kWarp) {
+      const ExpertSegment expert = segment(e);
+      const int size = expert.group_size(p_.capacity);
+      p_.group_sizes[e] = size;
+      p_.valid_sizes[e] = size;
+      count_rows(p_, e, size);
+      dropped += static_cast<int>(expert.true_rows) - size;
+    }
+    dropped = __reduce_add_sync(kFullWarp, dropped);
+    if (lane_id() == 0) *p_.num_dropped = dropped;
   }
 
-  // All threads, each a range of experts: the counts in bases become first rows. A block barrier.
-  __device__ void place_in_block() {
-    __shared__ int64_t rows_of_warp[kLlMaxThreads / kWarp];
-    const int num_ranks = ctx_.num_ranks();
-    const int per_thread =
-        (num_local_ + static_cast<int>(blockDim.x) - 1) / static_cast<int>(blockDim.x);
-    const int first = min(num_local_, static_cast<int>(threadIdx.x) * per_thread);
-    const int end = min(num_local_, first + per_thread);
-    int64_t rows = 0;
-#pragma unroll 1
-    for (int e = first; e < end; ++e) {
-      rows += place_expert(place_.bases + int64_t{e} * num_ranks, num_ranks, ctx_.op.num_tokens,
-                           rows, 1)
-                  .true_rows;
-      place_.ends[e] = static_cast<int32_t>(rows);
-    }
-    int64_t before = rows;
-    for (int distance = 1; distance < kWarp; distance *= 2) {
-      const int64_t other = __shfl_up_sync(kFullWarp, before, distance);
-      if (lane_id() >= distance) before += other;
-    }
-    if (lane_id() == kWarp - 1) rows_of_warp[warp_id()] = before;
-    before -= rows;
-    __syncthreads();
-#pragma unroll 1
-    for (int w = 0; w < warp_id(); ++w) before += rows_of_warp[w];
-#pragma unroll 1
-    for (int e = first; e < end; ++e) {
-#pragma unroll 1
-      for (int s = 0; s < num_ranks; ++s) {
-        place_.bases[int64_t{e} * num_ranks + s] += static_cast<int32_t>(before);
-      }
-      place_.ends[e] += static_cast<int32_t>(before);
-    }
-    if (threadIdx.x == blockDim.x - 1) {
-      place_.bases[int64_t{num_local_} * num_ranks] = static_cast<int32_t>(before + rows);
-    }
-    __syncthreads();
+  __device__ PlacementArgs placement_args() const {
+    return {1, p_.capacity, p_.group_sizes, p_.valid_sizes, p_.num_dropped};
+  }
+  __device__ Placement placement() const {
+    int32_t* const bases = p_.op.scratch.row_bases;
+    return {bases, bases + p_.op.layout.shape.num_experts + 1, /*shared=*/false};
   }
 
   const LlContext& ctx_;
   const LlDispatchParams& p_;
   const int num_local_;
-  const Placement place_;
+  const bool shared_;
+  int32_t* const counts_;  // [R, E_l]
+  int32_t* const rows_;    // [E_l]
+  int32_t* const begins_;  // [E_l] where it begins behind the first of its warp's experts
+  int32_t* const sums_;    // [ceil(E_l / 32)] rows of a warp's experts
 };
 
 }  // namespace jax_ep::gpu

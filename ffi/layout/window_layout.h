@@ -36,9 +36,10 @@ struct WindowLayout {
 
   JAX_EP_HD constexpr int64_t total_bytes() const { return kNumBuffers * buffer_bytes; }
 
-  // Offset in the window of an item of a region.
+  // Offsets in the window of a buffer, and of an item of a region.
+  JAX_EP_HD constexpr int64_t buffer(int parity) const { return parity != 0 ? buffer_bytes : 0; }
   JAX_EP_HD constexpr int64_t item(Region region, int parity, int index) const {
-    return (parity != 0 ? buffer_bytes : 0) + offset[region] + wide_product(index, stride[region]);
+    return buffer(parity) + offset[region] + wide_product(index, stride[region]);
   }
   JAX_EP_HD constexpr int slot(int source, int token) const {
     return source * shape.tokens_per_epoch + token;
