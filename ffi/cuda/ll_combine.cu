@@ -67,7 +67,7 @@ LlCombinePlan plan_ll_combine(const WindowShape& shape, int num_tokens, int num_
   plan.groups_offset = layout.take(static_cast<int64_t>(sizeof(LlRowGroup)) * shape.num_ranks);
   plan.stage_offset = align_up(layout.used(), 128);
   plan.grid = plan_ll_grid(num_tokens, static_cast<int>(shape.row_bytes / 16), kLlMaxUnits,
-                           plan.stage_offset + kStaticBytes, num_sms, limits);
+                           LlBlocks::kSmall, plan.stage_offset + kStaticBytes, num_sms, limits);
   plan.stage_bytes = static_cast<int>(align_up(plan.grid.part_columns * 16, 128));
   const int64_t room =
       ll_shared_room(plan.grid, num_sms, limits) - kStaticBytes - plan.stage_offset;

@@ -87,9 +87,10 @@ struct LlDispatchParams {
 // Loads the kernels on the current device and lifts their shared memory limit.
 cudaError_t prepare_ll_dispatch();
 
-// num_tokens, output and row_type as in the parameters.
-LlDispatchPlan plan_ll_dispatch(const WindowShape& shape, int num_tokens, LlOutput output,
-                                RowType row_type, int num_sms, const DeviceLimits& limits);
+// turn, num_tokens, output and row_type as in the parameters.
+LlDispatchPlan plan_ll_dispatch(const WindowShape& shape, const LlTurn& turn, int num_tokens,
+                                LlOutput output, RowType row_type, int num_sms,
+                                const DeviceLimits& limits);
 
 cudaError_t launch_ll_dispatch(const LlDispatchParams& params, cudaStream_t stream);
 

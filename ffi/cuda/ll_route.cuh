@@ -94,11 +94,13 @@ class LlRouter {
         p_(p),
         masks_(reinterpret_cast<uint32_t*>(shared + max(int64_t{0}, p.plan.masks_offset))) {}
 
-  // All threads, first of all, with routes in shared memory: asks for this rank's choices, and
-  // clears the bits. A block barrier must follow.
+  // All threads, with routes in shared memory: asks for this rank's choices.
   __device__ void ask() {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) ahead_[i] = expert_at(index_of(i));
+  }
+  // Then. A block barrier must follow.
+  __device__ void clear() const {
     const int num_words = num_experts() * p_.plan.mask_words;
 #pragma unroll 1
     for (int i = index_of(0); i < num_words; i += blockDim.x) masks_[i] = 0;
@@ -111,7 +113,7 @@ class LlRouter {
     for (int i = index_of(kAhead); i < num_entries(); i += blockDim.x) mark(i, expert_at(i));
   }
 
-  // All threads. Counts queue behind payload that was sent before them.
+  // All threads.
   template <class Transport>
   __device__ void send_counts() const {
 #pragma unroll 1

@@ -21,13 +21,12 @@ int blocks_per_sm(int threads, int64_t shared_bytes, const DeviceLimits& limits)
       std::min<int64_t>({by_registers, by_shared, kSmThreads / threads, kSmBlocks}), 1, kSmBlocks));
 }
 
-LlGrid grid_of(int num_tokens, int num_columns, int units, int64_t shared_bytes, int num_sms,
-               const DeviceLimits& limits) {
+LlGrid grid_of(int num_tokens, int num_columns, int units, LlBlocks blocks, int64_t shared_bytes,
+               int num_sms, const DeviceLimits& limits) {
   constexpr int kFewestColumns = 128;  // of a part, when there are parts to choose
   const int most_parts = std::max(1, num_columns / kFewestColumns);
-  // With more columns a thread, blocks are smaller, not parts larger: of two blocks on a
-  // multiprocessor, one sends while the other waits.
-  const int fewest_parts = (num_columns + kLlMaxThreads - 1) / kLlMaxThreads;
+  const int most_columns = kLlMaxThreads * (blocks == LlBlocks::kLarge ? units : 1);
+  const int fewest_parts = (num_columns + most_columns - 1) / most_columns;
   // Two blocks on every multiprocessor, while there are columns to share out.
   const int wanted = kLlBlocksPerSm * num_sms / std::max(1, num_tokens);
   LlGrid grid{};
@@ -47,11 +46,14 @@ LlGrid grid_of(int num_tokens, int num_columns, int units, int64_t shared_bytes,
 
 }  // namespace
 
-LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, int64_t shared_bytes,
-                    int num_sms, const DeviceLimits& limits) {
-  const LlGrid narrow = grid_of(num_tokens, num_columns, 1, shared_bytes, num_sms, limits);
+LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, LlBlocks blocks,
+                    int64_t shared_bytes, int num_sms, const DeviceLimits& limits) {
+  const auto with_units = [&](int units) {
+    return grid_of(num_tokens, num_columns, units, blocks, shared_bytes, num_sms, limits);
+  };
+  const LlGrid narrow = with_units(1);
   if (most_units == 1 || narrow.num_items(num_tokens) <= narrow.num_blocks) return narrow;
-  return grid_of(num_tokens, num_columns, most_units, shared_bytes, num_sms, limits);
+  return with_units(most_units);
 }
 
 int64_t ll_shared_room(const LlGrid& grid, int num_sms, const DeviceLimits& limits) {

@@ -24,6 +24,11 @@ struct LlTurn {
   const uint32_t* ticket;  // [2] of a done: what its start gave
   float* order_token;      // [] or null: gets 0; whoever depends on it comes after the launch
 
+  // The same, of which the compiler knows what it is.
+  JAX_EP_HD LlTurn known(bool sends, bool receives) const {
+    return {sends, receives, ticket_out, ticket, order_token};
+  }
+
   static LlTurn fused() { return {true, true, nullptr, nullptr, nullptr}; }
   static LlTurn start(uint32_t* ticket) { return {true, false, ticket, nullptr, nullptr}; }
   static LlTurn done(const uint32_t* ticket) { return {false, true, nullptr, ticket, nullptr}; }
@@ -71,11 +76,16 @@ constexpr int kLlBlocksPerSm = 2;
 // Columns of a part come in groups of this many: 128 bytes, or the channels that share a scale.
 constexpr int kColumnGroup = 8;
 
+// What more columns a thread make of a grid: smaller blocks, of which two share a multiprocessor,
+// and one sends while the other waits; or parts as large as can be, for which less has to be done
+// before the first row.
+enum class LlBlocks { kSmall, kLarge };
+
 // All blocks of an operation must be on the device at once, together with those of other ranks
 // there: a block waits for peers' blocks that may come later in their grids. most_units: columns
 // that the kernel's threads can move. shared_bytes: what a block takes, static memory included.
-LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, int64_t shared_bytes,
-                    int num_sms, const DeviceLimits& limits);
+LlGrid plan_ll_grid(int num_tokens, int num_columns, int most_units, LlBlocks blocks,
+                    int64_t shared_bytes, int num_sms, const DeviceLimits& limits);
 
 // What each block may take of shared memory, all in all, and still as many be on the device.
 int64_t ll_shared_room(const LlGrid& grid, int num_sms, const DeviceLimits& limits);

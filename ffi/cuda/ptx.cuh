@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <cuda/atomic>
 #include <cuda/ptx>
 
@@ -51,6 +52,18 @@ __device__ inline void fence_system() {
 // A word that was loaded is not looked at before this point, so that its load may be on its way
 // until then: the compiler would begin at once with what depends on nothing else.
 __device__ inline void look_from_here(uint64_t* word) { asm volatile("" : "+l"(*word)); }
+
+// What has been computed stays in registers from here on: the compiler would do it again behind the
+// next barrier, for which others wait.
+template <class T>
+__device__ inline void settle(T* value) {
+  static_assert(sizeof(T) % 4 == 0);
+  uint32_t words[sizeof(T) / 4];
+  memcpy(words, value, sizeof(T));
+#pragma unroll
+  for (uint32_t& word : words) asm volatile("" : "+r"(word));
+  memcpy(value, words, sizeof(T));
+}
 
 __device__ inline uint64_t nanoseconds() { return cuda::ptx::get_sreg_globaltimer(); }
 

@@ -67,9 +67,9 @@ ffi::Error dispatch(const CudaCall& call, const LowLatencyDispatchOperands& oper
   params.power_of_two_scales = operands.float8.format() == ScaleFormat::kPowerOfTwo;
   params.scales = operands.float8.scales_data();
   params.row_type = *row_type_of(operands.x.element_type());
-  params.plan = plan_ll_dispatch(resolved.buffer->shape(), operands.num_tokens(), params.output,
-                                 params.row_type, rank.num_sms(), rank.limits());
   params.turn = turn_of(operands);
+  params.plan = plan_ll_dispatch(resolved.buffer->shape(), params.turn, operands.num_tokens(),
+                                 params.output, params.row_type, rank.num_sms(), rank.limits());
   params.x = data<const char>(operands.x);
   params.topk_idx = data<const int32_t>(operands.topk_idx);
   params.topk_weights = data<const float>(operands.topk_weights);

@@ -103,7 +103,7 @@ class LlWorld {
     LlOutputs& o = ranks_[r].slot[slot];
     LlDispatchParams p{};
     p.op = world_.operation(r, OpKind::kDispatch, kDispatchChannel, site_);
-    p.plan = dispatch_plan(r);
+    p.plan = dispatch_plan(r, turn);
     p.turn = turn;
     p.turn.order_token = o.order_token.get();
     p.x = rows.get();
@@ -198,10 +198,10 @@ class LlWorld {
   void set_statistics(bool wanted) { with_statistics_ = wanted; }
 
  private:
-  LlDispatchPlan dispatch_plan(int r) const {
+  LlDispatchPlan dispatch_plan(int r, const LlTurn& turn) const {
     DeviceLimits limits = world_.limits(r);
     const WindowShape& shape = world_.layout().shape;
-    LlDispatchPlan plan = plan_ll_dispatch(shape, world_.c().num_tokens, mode_.output,
+    LlDispatchPlan plan = plan_ll_dispatch(shape, turn, world_.c().num_tokens, mode_.output,
                                            world_.c().type, world_.num_sms(r), limits);
     if (mode_.small_shared) plan.masks_offset = plan.bases_offset = -1;
     return plan;
