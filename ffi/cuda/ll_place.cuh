@@ -189,11 +189,16 @@ class CompactPlaces {
   __device__ void place() const {
     sum_up();
     __syncthreads();
+    write_sizes_once();
   }
   // All threads. False when the operation is aborted.
   __device__ bool prepare() const {
     // The routes are those of another launch, or this block has waited for them already.
-    if (!shared_) return place_in_device_memory(ctx_, placement_args(), placement());
+    if (!shared_) {
+      if (!place_in_device_memory(ctx_, placement_args(), placement())) return false;
+      write_sizes_once();
+      return true;
+    }
     gather_counts<true>(ctx_, p_.plan, own_counts(ctx_), threadIdx.x, blockDim.x, counts_);
     if (__syncthreads_or(ctx_.aborted())) return false;
     place();
@@ -214,9 +219,8 @@ class CompactPlaces {
     return row < p_.capacity ? static_cast<int>(row) : -1;
   }
 
-  // All threads of all blocks: sizes, statistics, and zeros behind the last row.
+  // All threads of all blocks: zeros behind the last row.
   __device__ void finish() const {
-    if (blockIdx.x == 0 && warp_id() == 0) write_sizes_here();
     const ExpertSegment last = segment(num_local_ - 1);
     const int64_t total = min(last.begin + last.true_rows, p_.capacity);
     const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -265,8 +269,9 @@ class CompactPlaces {
     if (!shared_) return segment_of(placement(), ctx_.num_ranks(), expert);
     return {begin_of(expert), rows_[expert], rows_[expert]};
   }
-  // One warp of block 0.
-  __device__ void write_sizes_here() const {
+  // All threads of all blocks: sizes and statistics. A warp of block 0 that has no rows to find.
+  __device__ void write_sizes_once() const {
+    if (blockIdx.x != 0 || warp_id() != static_cast<int>(blockDim.x) / kWarp - 1) return;
     int dropped = 0;
 #pragma unroll 1
     for (int e = lane_id(); e < num_local_; e += kWarp) {
