@@ -25,7 +25,8 @@ class LlDispatchDone : LlDispatchItem<GroupTransport, Wire> {
     settle(&item_);
     loaded_ = Wire::load(p_, item_);
     if (threadIdx.x < 2) block_.senders[0][threadIdx.x] = 0;
-    if (p_.plan.list_entries == Item::num_experts_per_tok()) return;
+    // All of the list is written when rows are found, if there are rows.
+    if (p_.plan.list_entries == Item::num_experts_per_tok() && !Item::idle()) return;
 #pragma unroll 1
     for (int i = threadIdx.x; i < ctx_.num_ranks() * p_.plan.list_entries; i += blockDim.x) {
       rows_[i] = -1;

@@ -34,6 +34,7 @@ inline std::vector<LlCase> ll_cases(int num_devices) {
       {ll_case("one rank fp8", 1, one, 40, 520, 4, 8, f32), values_compact},
       {ll_case("no tokens", 2, all, 0, 256, 4, 16), rows},
       {ll_case("no tokens compact", 2, all, 0, 256, 4, 16), compact},
+      {ll_case("no tokens fp8", 2, all, 0, 1024, 4, 16), back},
       {ll_case("one token", 2, all, 1, 8, 1, 2), compact},
       {ll_case("one token fp8", 2, all, 1, 8, 1, 2), values},
       {ll_case("7 tokens", 2, all, 7, 3584, 8, 60, f16, Routing::kFaulty), back},
