@@ -53,7 +53,7 @@ class LlDispatchItem {
   // The first warp: what becomes of the token's entries, and which ranks need the token. A block
   // barrier must follow.
   __device__ void resolve_entries() const {
-    wait_for_copies();  // of load_entries()
+    wait_for_copies();  // of the entries, where they came so
     RouteFault fault;
     const int given = has_entry() ? block_.expert[lane_id()] : -1;
     const int expert = sanitise_token(given, p_.op.layout.shape.num_experts, &fault);
