@@ -8,9 +8,13 @@
 
 namespace jax_ep::gpu {
 
+// Whose rows a warp of CompactPlaces sums up at once.
+constexpr int kExpertsPerLane = 4;
+constexpr int kExpertsPerWarp = kExpertsPerLane * kWarp;
+
 // Words of shared memory that PaddedPlaces and CompactPlaces take at most.
 JAX_EP_HD constexpr int64_t words_of_places(int num_experts, int num_local) {
-  return int64_t{num_experts} + 2 * num_local + (num_local + kWarp - 1) / kWarp;
+  return int64_t{num_experts} + 2 * num_local + (num_local + kExpertsPerWarp - 1) / kExpertsPerWarp;
 }
 
 // The counts in one buffer of our window, [R, E_l].
@@ -38,8 +42,8 @@ __device__ inline int count_in(const LlContext& ctx, uint64_t word) {
 }
 
 // Threads of a block, from `first` on `step` apart: the counts of all sources, [R, E_l] in
-// `counts`, which lie as they do in the window. Without a wait: true when all have come. Two are
-// on their way at a time.
+// `counts`, which lie as they do in the window, two to a thread. Without a wait: true when all have
+// come.
 template <bool kWaits>
 __device__ bool gather_counts(const LlContext& ctx, const LlDispatchPlan& plan,
                               const uint64_t* words, int first, int step, int32_t* counts) {
@@ -47,19 +51,20 @@ __device__ bool gather_counts(const LlContext& ctx, const LlDispatchPlan& plan,
   const auto epoch = static_cast<uint32_t>(ctx.epoch);
   bool here = true;
 #pragma unroll 1
-  for (int i = first; i < num_words; i += 2 * step) {
-    const int j = i + step;
-    const bool two = j < num_words;
-    uint64_t seen[2] = {load_relaxed<kSystemScope>(words + i), epoch_word(epoch, 0)};
-    if (two) seen[1] = load_relaxed<kSystemScope>(words + j);
-    const bool both = word_is_of(seen[0], epoch) & word_is_of(seen[1], epoch);
+  for (int i = 2 * first; i < num_words; i += 2 * step) {
+    const bool two = i + 1 < num_words;
+    static_assert(kRegionAlignment % 16 == 0);  // there is room behind the last of an odd number
+    ulonglong2 seen = load_long_words(words + i);
+    const bool both = word_is_of(seen.x, epoch) & (word_is_of(seen.y, epoch) | !two);
     here &= both;
     if (kWaits && !both) {
-      if (!wait_for_count(ctx, plan, words, i, &seen[0])) return false;
-      if (two && !wait_for_count(ctx, plan, words, j, &seen[1])) return false;
+      uint64_t word[2] = {seen.x, seen.y};
+      if (!wait_for_count(ctx, plan, words, i, &word[0])) return false;
+      if (two && !wait_for_count(ctx, plan, words, i + 1, &word[1])) return false;
+      seen = make_ulonglong2(word[0], word[1]);
     }
-    counts[i] = count_in(ctx, seen[0]);
-    if (two) counts[j] = count_in(ctx, seen[1]);
+    counts[i] = count_in(ctx, seen.x);
+    if (two) counts[i + 1] = count_in(ctx, seen.y);
   }
   return here;
 }
@@ -162,7 +167,7 @@ __device__ __noinline__ inline void zero_words(char* to, int64_t begin, int64_t 
   }
 }
 
-// The experts follow each other. Each block sums up the counts for itself: a warp, where its 32
+// The experts follow each other. Each block sums up the counts for itself: a warp, where its
 // experts begin behind the first of them, and whoever needs a row, the warps before. Without room
 // in shared memory block 0 does it for all in device memory. kInShared: there is room.
 template <bool kInShared>
@@ -236,33 +241,48 @@ class CompactPlaces {
   }
 
  private:
-  // All threads, an expert each. Whole warps: they meet inside.
+  // All threads, kExpertsPerLane experts each: one warp's instructions are fetched faster than
+  // those of several. Whole warps: they meet inside.
   __device__ void sum_up() const {
+    const int num_experts = ctx_.op.layout.shape.num_experts;
 #pragma unroll 1
-    for (int e = threadIdx.x; e - lane_id() < num_local_; e += blockDim.x) {
-      int rows = 0;
-      if (e < num_local_) {
+    for (int warp = warp_id(); warp * kExpertsPerWarp < num_local_;
+         warp += static_cast<int>(blockDim.x) / kWarp) {
+      const int begin = warp * kExpertsPerWarp + lane_id() * kExpertsPerLane;
+      int rows[kExpertsPerLane] = {};
 #pragma unroll 1
-        for (int i = e; i < ctx_.op.layout.shape.num_experts; i += num_local_) rows += counts_[i];
+      for (int i = begin; i < num_experts; i += num_local_) {
+#pragma unroll
+        for (int j = 0; j < kExpertsPerLane; ++j) {
+          if (begin + j < num_local_) rows[j] += counts_[i + j];
+        }
       }
       __syncwarp();
-      int end = rows;
+      int sum = 0;
+#pragma unroll
+      for (int j = 0; j < kExpertsPerLane; ++j) sum += rows[j];
+      int end = sum;
 #pragma unroll
       for (int distance = 1; distance < kWarp; distance *= 2) {
         const int other = __shfl_up_sync(kFullWarp, end, distance);
         if (lane_id() >= distance) end += other;
       }
-      if (e < num_local_) {
-        rows_[e] = rows;
-        begins_[e] = end - rows;
+      int at = end - sum;
+#pragma unroll
+      for (int j = 0; j < kExpertsPerLane; ++j) {
+        if (begin + j < num_local_) {
+          rows_[begin + j] = rows[j];
+          begins_[begin + j] = at;
+        }
+        at += rows[j];
       }
-      if (lane_id() == kWarp - 1) sums_[e / kWarp] = end;
+      if (lane_id() == kWarp - 1) sums_[warp] = end;
     }
   }
   __device__ int begin_of(int expert) const {
     int begin = begins_[expert];
 #pragma unroll 1
-    for (int warp = 0; warp < expert / kWarp; ++warp) begin += sums_[warp];
+    for (int warp = 0; warp < expert / kExpertsPerWarp; ++warp) begin += sums_[warp];
     return begin;
   }
   __device__ ExpertSegment segment(int expert) const {
@@ -301,7 +321,7 @@ class CompactPlaces {
   int32_t* const counts_;  // [R, E_l]
   int32_t* const rows_;    // [E_l]
   int32_t* const begins_;  // [E_l] where it begins behind the first of its warp's experts
-  int32_t* const sums_;    // [ceil(E_l / 32)] rows of a warp's experts
+  int32_t* const sums_;    // [ceil(E_l / kExpertsPerWarp)] rows of a warp's experts
 };
 
 }  // namespace jax_ep::gpu

@@ -53,6 +53,8 @@ inline std::vector<LlCase> ll_cases(int num_devices) {
       {ll_case("device memory", 2, all, 48, 512, 8, 64, bf16, Routing::kFaulty), in_memory},
       {ll_case("device memory 2", 3, one, 300, 512, 8, 48), compact_in_memory},
       {ll_case("many experts", 2, all, 64, 256, 8, 20000), compact},
+      {ll_case("odd experts", 3, one, 40, 512, 5, 393, bf16, Routing::kFaulty), compact},
+      {ll_case("odd experts padded", 3, one, 40, 512, 5, 45), rows},
       {ll_case("virtual 2", 2, one, 128, 1024, 8, 256), rows},
       {ll_case("virtual 4", 4, one, 32, 1024, 8, 256), values},
       {ll_case("virtual 8", 8, one, 32, 1024, 8, 256, bf16, Routing::kFaulty), compact},
