@@ -19,6 +19,7 @@
 #include "cuda/cuda_rank.h"
 #include "cuda/dispatch.h"
 #include "cuda/notify.h"
+#include "cuda_poison.h"
 #include "protocol/epochs.h"
 #include "protocol/quantize.h"
 #include "transport/cuda_counters.h"
@@ -240,10 +241,15 @@ class World {
     synchronise();
   }
 
+  // Waits for all ranks. What is launched next finds poison in shared memory.
   void synchronise() {
     for (int r = 0; r < c_.num_ranks; ++r) {
       use(r);
       check(cudaDeviceSynchronize(), "synchronise");
+    }
+    for (int r = 0; r < c_.num_ranks; ++r) {
+      use(r);
+      check(poison_shared_memory(), "poison shared memory");
     }
   }
 
