@@ -2,7 +2,8 @@
 //   cuda_harness check [seed]   virtual ranks on GPU 0, and on two GPUs where there are two
 //   cuda_harness small [seed] [ranks]   tiny cases on one GPU, for tools that slow kernels down
 //   cuda_harness time           2 ranks on 2 GPUs, T = 4096 and 1024, H = 7168, K = 8, E = 256
-//   cuda_harness ll-check [seed], ll-small [seed] [ranks], ll-time     likewise, low latency
+//   cuda_harness ll-check [seed], ll-small [seed] [ranks], ll-time     likewise, low latency; where
+//                               there is one GPU alone, the times of two ranks on it
 // Exit status 0: nothing was wrong.
 #include "cuda_checks.h"
 #include "cuda_faults.h"

@@ -99,7 +99,15 @@ inline void prepare_ll_timing(LlWorld& ll) {
   world.synchronise();
 }
 
-inline int64_t time_ll_shape(uint64_t seed, int num_tokens) {
+// Two ranks with a GPU each, or both on one. As many blocks share a multiprocessor there as do with
+// a GPU each, when the ranks have half as many tokens and multiprocessors; nothing crosses a link.
+struct LlPlace {
+  std::vector<int> devices;
+  std::vector<int> num_sms;
+  const char* name;
+};
+
+inline int64_t time_ll_shape(uint64_t seed, int num_tokens, const LlPlace& place) {
   struct Row {
     const char* name;
     LlMode mode;
@@ -110,11 +118,12 @@ inline int64_t time_ll_shape(uint64_t seed, int num_tokens) {
                       {"bf16 compact", {LlOutput::kRows, false}},
                       {"fp8 to bf16 padded", {LlOutput::kDequantized, true}}};
   int64_t wrong = 0;
-  std::printf("T=%d H=7168 K=8 E=256, 2 GPUs, us per operation in a graph of 50\n", num_tokens);
+  std::printf("T=%d H=7168 K=8 E=256, %s, us per operation in a graph of 50\n", num_tokens,
+              place.name);
   std::printf("%-20s %5s %9s %9s %11s %9s %11s\n", "", "SMs", "dispatch", "again", "start+done",
               "combine", "start+done");
   for (const Row& row : rows) {
-    Case c = ll_case("timing", 2, {0, 1}, num_tokens, 7168, 8, 256);
+    Case c = ll_case("timing", 2, place.devices, num_tokens, 7168, 8, 256);
     c.zero_tail = false;
     begin_case(row.name + std::string(", T=") + std::to_string(num_tokens));
     LlWorld ll(c, row.mode, seed, 2.0);
@@ -122,7 +131,7 @@ inline int64_t time_ll_shape(uint64_t seed, int num_tokens) {
     if (num_tokens == 8) wrong += check_ll_round(ll, false, false, "timing shape");
     prepare_ll_timing(ll);
     ll.set_statistics(false);
-    for (const int num_sms : {132, 64}) {
+    for (const int num_sms : place.num_sms) {
       ll.world().set_launch(num_sms, true);
       std::printf("%-20s %5d", row.name, num_sms);
       time_ll_row(ll);
@@ -132,9 +141,14 @@ inline int64_t time_ll_shape(uint64_t seed, int num_tokens) {
 }
 
 inline int64_t run_ll_timings(uint64_t seed, int num_devices) {
-  if (num_devices < 2) throw std::runtime_error("timings need two GPUs");
+  const LlPlace two{{0, 1}, {132, 64}, "2 GPUs"};
+  const LlPlace one{{0, 0}, {32}, "2 ranks on one GPU"};
   int64_t wrong = 0;
-  for (const int num_tokens : {128, 8, 1}) wrong += time_ll_shape(seed++, num_tokens);
+  if (num_devices < 2) {
+    for (const int num_tokens : {64, 8}) wrong += time_ll_shape(seed++, num_tokens, one);
+  } else {
+    for (const int num_tokens : {128, 8, 1}) wrong += time_ll_shape(seed++, num_tokens, two);
+  }
   return wrong;
 }
 
