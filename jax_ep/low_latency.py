@@ -269,20 +269,28 @@ def low_latency_combine_done(
     Raises:
         EpUsageError: as ``low_latency_dispatch_done``.
     """
+    token = None if after is None else order_token("low_latency_combine_done", after)
+    out, _ = combine_done_in_turn(buffer, pending, token)
+    return out
+
+
+def combine_done_in_turn(
+    buffer: Buffer, pending: PendingCombine, token: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """``low_latency_combine_done`` behind an order token, None for its start's, and one of its own.
+
+    Not exported, as ``combine_in_turn``.
+    """
     op = "low_latency_combine_done"
     check_pending(op, buffer, pending, PendingCombine)
-    token = pending.token if after is None else order_token(op, after)
+    token = pending.token if token is None else token
     if buffer.backend == "reference":
-        (out,) = _half_arrays(op, buffer, (pending.out,))
-        return out
+        return _half_arrays(op, buffer, (pending.out, token))
     operands = (
         *(pending.y, pending.weights, pending.topk_idx, pending.recv_rows),
         *(pending.ticket, token),
     )
-    out, _ = _low_latency_primitives.combine_done(
-        pending.layout, *_half_arrays(op, buffer, operands)
-    )
-    return out
+    return _low_latency_primitives.combine_done(pending.layout, *_half_arrays(op, buffer, operands))
 
 
 def order_after(

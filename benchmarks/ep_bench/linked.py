@@ -5,7 +5,8 @@ What links an operation to the next are its own results, or one number more.
 A system of custom calls needs no more than a dependence: XLA cannot look into a call, nor merge two
 with different operands, nor fuse them. Dispatch's checked ``topk_idx`` goes into the next dispatch,
 and combine's result is the next tokens: such chains hold the calls and nothing else. Combines in a
-row are linked by order tokens where the system has them, else by a *touch*: 0, computed from one
+row, and dispatches that are a start and its done, are linked by order tokens where the system has
+them, else by a *touch*: 0, computed from one
 element of the result in a way that XLA cannot see through, is added to the weights, in one small
 kernel.
 
@@ -108,7 +109,16 @@ def dispatch(ops: Operations, inputs, never, length):
             topk_idx = ops.topk_idx(sent)
         return _next_inputs(ops, x, topk_idx, topk_weights, sent, never), sent
 
-    sent = _repeat(step, inputs, length)
+    def step_in_turn(carry):
+        (x, topk_idx, topk_weights), token = carry
+        sent = ops.dispatch_in_turn(x, topk_idx, topk_weights, token)
+        return ((x, ops.topk_idx(sent), topk_weights), sent.token), sent
+
+    if ops.dispatch_in_turn is not None:
+        token = inputs[2].reshape(-1)[0].astype(jnp.float32)
+        sent = _repeat(step_in_turn, (inputs, token), length)
+    else:
+        sent = _repeat(step, inputs, length)
     return ops.rows(sent), sent.group_sizes
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep.low_latency import combine_in_turn
+from jax_ep.low_latency import combine_done_in_turn, combine_in_turn
 
 from .workload import AXIS, Sizes, Workload
 
@@ -46,6 +46,7 @@ def open_buffer(
     num_sms: int | None,
     *,
     quantize: str | None = None,
+    halves: bool = False,
 ) -> Iterator[Any]:
     """Operations on a buffer of their own.
 
@@ -55,6 +56,7 @@ def open_buffer(
         timeout_s: of the buffer, on GPUs.
         workload, mesh, num_sms: as ``System.open`` takes them.
         quantize: how dispatch is to do so; its results are then values and scales.
+        halves: each operation is a start and its done, with nothing in between.
     """
     sizes = workload.sizes
     config = jax_ep.EpConfig(
@@ -67,25 +69,41 @@ def open_buffer(
         num_sms=num_sms,
         timeout_s=None if mesh.devices.flat[0].platform == "cpu" else timeout_s,
     )
-    packed = layout == "compact"
+    options: dict[str, Any] = {"layout": layout}
+    if layout == "compact":
+        options["capacity"] = sizes.capacity
+    if quantize:
+        options["quantize"] = quantize
     with jax_ep.Buffer(mesh, AXIS, config, backend="native") as buffer:
+        dispatch = functools.partial(_dispatch_halves if halves else _dispatch, buffer, options)
         yield make_operations(
-            dispatch=functools.partial(
-                _dispatch, buffer, layout, sizes.capacity if packed else None, quantize
+            dispatch=dispatch,
+            dispatch_in_turn=dispatch if halves else None,
+            combine=functools.partial(
+                _combine, buffer, sizes, _combine_halves if halves else jax_ep.low_latency_combine
             ),
-            combine=functools.partial(_combine, buffer, sizes),
-            combine_in_turn=functools.partial(_combine_in_turn, buffer),
+            combine_in_turn=functools.partial(
+                _combine_halves_in_turn if halves else _combine_in_turn, buffer
+            ),
             rows=functools.partial(_rows, sizes),
             topk_idx=lambda sent: sent.handle.topk_idx,
         )
         buffer.check()
 
 
-def _dispatch(buffer, layout, capacity, quantize, x, topk_idx, topk_weights) -> Sent:
-    options = {"quantize": quantize} if quantize else {}
-    routed = jax_ep.low_latency_dispatch(
-        buffer, x, topk_idx, topk_weights, layout=layout, capacity=capacity, **options
+def _dispatch(buffer, options, x, topk_idx, topk_weights) -> Sent:
+    return _sent(jax_ep.low_latency_dispatch(buffer, x, topk_idx, topk_weights, **options))
+
+
+def _dispatch_halves(buffer, options, x, topk_idx, topk_weights, token=None) -> Sent:
+    """``token``: what the start must come after, where no operand says so."""
+    pending = jax_ep.low_latency_dispatch_start(
+        buffer, x, topk_idx, topk_weights, after=token, **options
     )
+    return _sent(jax_ep.low_latency_dispatch_done(buffer, pending))
+
+
+def _sent(routed: jax_ep.LowLatencyRouted) -> Sent:
     return Sent(
         tokens=routed.tokens,
         weights=routed.weights,
@@ -97,16 +115,27 @@ def _dispatch(buffer, layout, capacity, quantize, x, topk_idx, topk_weights) -> 
     )
 
 
-def _combine(buffer, sizes: Sizes, y: jax.Array, sent: Sent) -> jax.Array:
+def _combine(buffer, sizes: Sizes, combine, y: jax.Array, sent: Sent) -> jax.Array:
     """``y`` of the shape of ``sent.tokens``, or packed rows, which are put in their places."""
     if y.ndim < sent.tokens.ndim:
         places = _places(sizes, sent.group_sizes)
         y = jnp.zeros(sent.tokens.shape, y.dtype).at[places].set(y, mode="drop")
-    return jax_ep.low_latency_combine(buffer, y, _routed(sent))
+    return combine(buffer, y, _routed(sent))
+
+
+def _combine_halves(buffer, y: jax.Array, routed: jax_ep.LowLatencyRouted) -> jax.Array:
+    pending = jax_ep.low_latency_combine_start(buffer, y, routed)
+    return jax_ep.low_latency_combine_done(buffer, pending)
 
 
 def _combine_in_turn(buffer, y: jax.Array, sent: Sent) -> tuple[jax.Array, Sent]:
     out, token = combine_in_turn(buffer, y, _routed(sent), sent.token)
+    return out, dataclasses.replace(sent, token=token)
+
+
+def _combine_halves_in_turn(buffer, y: jax.Array, sent: Sent) -> tuple[jax.Array, Sent]:
+    pending = jax_ep.low_latency_combine_start(buffer, y, _routed(sent), after=sent.token)
+    out, token = combine_done_in_turn(buffer, pending)
     return out, dataclasses.replace(sent, token=token)
 
 

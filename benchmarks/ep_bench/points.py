@@ -14,6 +14,7 @@ from .systems import OPS
 NATIVE = ("native",)
 BOTH_NATIVE = ("native", "native_unexpanded")
 LOW_LATENCY = ("low_latency_compact", "low_latency_padded", "low_latency_float8")
+HALVES = tuple(f"{name}_halves" for name in LOW_LATENCY)
 # Counts ahead of a dispatch and rows along the routing, beside plain dispatch.
 NOTIFIED = ("native", "native_notified")
 NOTIFY = ("notify", "dispatch")
@@ -49,7 +50,7 @@ class Point:
     def name(self) -> str:
         """For example T4096-H7168-K8-64sm; without num_sms, the systems stand last."""
         groups = {XLA: "xla", RAGGED: "ragged", LOW_LATENCY: "low_latency"}
-        groups |= {NOTIFIED: "notified"}
+        groups |= {NOTIFIED: "notified", HALVES: "halves"}
         systems = groups.get(self.systems, "+".join(self.systems))
         last = systems if self.num_sms is None else f"{self.num_sms}sm"
         return f"T{self.T}-H{self.H}-K{self.K}-{last}"
@@ -64,6 +65,8 @@ DEFAULT = (
     Point(T=1024, systems=NOTIFIED, ops=NOTIFY),
     Point(T=128, systems=LOW_LATENCY),
     Point(T=8, systems=LOW_LATENCY),
+    Point(T=128, systems=HALVES),
+    Point(T=8, systems=HALVES),
     Point(T=128, num_sms=100, systems=LOW_LATENCY),
     Point(T=8, num_sms=100, systems=LOW_LATENCY),
     Point(T=4096, systems=XLA, ops=OPS),

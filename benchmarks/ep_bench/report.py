@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .environment import file_stem
-from .points import LOW_LATENCY
+from .points import HALVES, LOW_LATENCY
 
 
 def write_json(
@@ -102,7 +102,7 @@ def _show_by_system(environment: dict[str, Any], records: Sequence[dict[str, Any
 
 def _ratio(times: dict[str, float]) -> str:
     """Empty where there is nothing to compare, or a slope drowned in noise."""
-    ours = ("native", "native_unexpanded", *LOW_LATENCY, "reference")
+    ours = ("native", "native_unexpanded", *LOW_LATENCY, *HALVES, "reference")
     others = [us for system, us in times.items() if system not in ours]
     if "native" not in times or not others or min(*others, times["native"]) <= 0:
         return ""

@@ -43,6 +43,9 @@ class Operations:
             by it.
         notify: of systems that exchange the counts of a dispatch ahead of it: ``topk_idx ->
             [T, K]``, a result of the exchange that equals topk_idx.
+        dispatch_in_turn: of systems whose dispatch is not over when its topk_idx is there: ``(x,
+            topk_idx, topk_weights, token) -> sent``, a dispatch that comes after ``token``; what
+            the next one must be given is ``sent.token``.
         combine_in_turn: of systems whose operations have an order token: ``(y, sent) -> (out,
             sent)``, a combine and what the next one must be given to come after it.
     """
@@ -52,6 +55,7 @@ class Operations:
     rows: Callable[[Any], jax.Array] = _tokens
     topk_idx: Callable[[Any], jax.Array] | None = None
     notify: Callable[[jax.Array], jax.Array] | None = None
+    dispatch_in_turn: Callable[..., Any] | None = None
     combine_in_turn: Callable[[jax.Array, Any], tuple[jax.Array, Any]] | None = None
 
     @property
@@ -78,6 +82,7 @@ class System:
             rank's link; None where it is not known.
         expanded: whether dispatch writes a row for each (token, expert).
         off: how far an element that dispatch brings may be from x's, relative to itself.
+        differentiable: whether its operations are.
     """
 
     name: str
@@ -90,6 +95,7 @@ class System:
     wire_rows: Callable[[Sizes], int] | None = None
     expanded: bool = True
     off: float = 0.0
+    differentiable: bool = True
 
     def calls_of(self, parts: tuple[str, ...]) -> collections.Counter:
         """Calls of all parts together."""
@@ -250,6 +256,33 @@ def _table() -> Iterator[System]:
         ops=("dispatch",),
         off=1 / 16,
     )
+    for name, ops, options in (
+        ("compact", ("dispatch", "combine"), {}),
+        ("padded", ("dispatch",), {}),
+        ("float8", ("dispatch",), {"quantize": "float8_e4m3fn"}),
+    ):
+        kind = "_float8" if options else ""
+        yield System(
+            name=f"low_latency_{name}_halves",
+            open=functools.partial(
+                low_latency.open_buffer,
+                "compact" if name == "compact" else "padded",
+                Operations,
+                TIMEOUT_S,
+                halves=True,
+                **options,
+            ),
+            calls={
+                "dispatch": {f"jax_ep_ll_dispatch{kind}_{half}": 1 for half in ("start", "done")},
+                "combine": {f"jax_ep_ll_combine_{half}": 1 for half in ("start", "done")},
+            },
+            opaque=True,
+            in_turn=True,
+            ops=ops,
+            wire_rows=None if options else lambda sizes: sizes.wire_rows,
+            off=1 / 16 if options else 0.0,
+            differentiable=False,
+        )
     yield System(
         name="padded_all_to_all",
         open=functools.partial(_collectives, padded),

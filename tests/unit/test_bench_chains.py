@@ -42,6 +42,7 @@ def test_linked_chains_of_calls_hold_nothing_else(op, shape, rng):
 
 LOW_LATENCY_CHAINS = [("low_latency_compact", op) for op in OPS]
 LOW_LATENCY_CHAINS += [(f"low_latency_{name}", "dispatch") for name in ("padded", "float8")]
+HALVES_CHAINS = [(name, op) for name in points.HALVES for op in SYSTEMS[name].ops]
 
 
 @pytest.mark.parametrize(("name", "op"), LOW_LATENCY_CHAINS)
@@ -51,13 +52,36 @@ def test_linked_chains_of_low_latency_hold_nothing_but_its_calls(name, op, rng):
     assert_only_calls_added(programs, most_fusions=0)
 
 
-@pytest.mark.parametrize("name", ["native", "low_latency_compact", "low_latency_float8", "argsort"])
+@pytest.mark.parametrize(("name", "op"), HALVES_CHAINS)
+def test_halves_alternate_in_linked_chains(name, op, rng):
+    """A start comes after the done before it, or there would be three starts in flight."""
+    _, programs = check_chains(name, op, "data", "few_experts", rng)
+    assert_only_calls_added(programs, most_fusions=0)
+    text = programs[3].as_text()
+    entry = text[text.index("\nENTRY ") :]
+    halves = re.findall(rf'custom_call_target="jax_ep_ll_{op}(?:_float8)?_(start|done)"', entry)
+    assert halves == ["start", "done"] * 3
+
+
+@pytest.mark.parametrize(("name", "op"), HALVES_CHAINS)
+def test_halves_alternate_in_loop_chains(name, op, rng):
+    check_chains(name, op, "loop", "few_experts", rng)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("native", "low_latency_compact", "low_latency_float8"),
+        *("low_latency_padded_halves", "argsort"),
+    ],
+)
 def test_a_system_says_what_its_operations_are(name, rng):
     system = SYSTEMS[name]
     truth = make("one_rank" if name == "argsort" else "few_experts", rng)
     with system.open(truth.load, truth.mesh, None) as ops:
         assert system.opaque == ops.opaque
         assert system.in_turn == (ops.combine_in_turn is not None)
+        assert system.differentiable == (ops.dispatch_in_turn is None)
 
 
 def assert_only_calls_added(programs, most_fusions: int) -> None:

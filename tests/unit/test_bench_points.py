@@ -80,12 +80,14 @@ def test_the_table_has_what_counts():
         (points.EXPERTS_PER_TOKEN, "K"),
         ((*points.NUM_SMS, None), "num_sms"),
     ):
-        table = [point for point in points.DEFAULT if point.systems != points.LOW_LATENCY]
+        decode = (points.LOW_LATENCY, points.HALVES)
+        table = [point for point in points.DEFAULT if point.systems not in decode]
         assert {getattr(point, field) for point in table} == set(values)
-    decode = {(p.T, p.num_sms) for p in points.DEFAULT if p.systems == points.LOW_LATENCY}
-    assert {(128, None), (8, None)} < decode
+    for systems in decode:
+        shapes = {(p.T, p.num_sms) for p in points.DEFAULT if p.systems == systems}
+        assert {(128, None), (8, None)} <= shapes
     measured = {system for point in points.DEFAULT for system in point.systems}
-    groups = (points.XLA, points.RAGGED, points.BOTH_NATIVE, points.LOW_LATENCY, points.NOTIFIED)
+    groups = (points.XLA, points.RAGGED, points.BOTH_NATIVE, points.NOTIFIED, *decode)
     assert {system for group in groups for system in group} == measured
     assert by_name["T4096-H7168-K8-notified"].ops == points.NOTIFY
     shapes = {(point.T, point.H, point.K, point.num_sms) for point in points.default(2, full=True)}
