@@ -6,9 +6,8 @@ A system of custom calls needs no more than a dependence: XLA cannot look into a
 with different operands, nor fuse them. Dispatch's checked ``topk_idx`` goes into the next dispatch,
 and combine's result is the next tokens: such chains hold the calls and nothing else. Combines in a
 row, and dispatches that are a start and its done, are linked by order tokens where the system has
-them, else by a *touch*: 0, computed from one
-element of the result in a way that XLA cannot see through, is added to the weights, in one small
-kernel.
+them, else by a *touch*: 0, computed from one element of the result in a way that XLA cannot see
+through, is added to the weights, in one small kernel.
 
 Systems that XLA can look into are also cut by ``optimization_barrier``, which XLA:GPU keeps until
 it has fused what it will: what is before one must exist in memory, and what is behind is not the
