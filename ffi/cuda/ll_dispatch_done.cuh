@@ -130,7 +130,7 @@ class LlDispatchDone : LlDispatchItem<GroupTransport, Wire> {
   char* const shared_;
   Places places_;
   typename Wire::Loaded loaded_;
-  bool has_entry_;
+  bool has_entry_ = false;
   Entry first_;         // of this thread's entries
   RouteRecord record_;  // of that
 };
